@@ -1,0 +1,110 @@
+"""Grouped-query attention over a static cache, with key-value groups as the units that can be skipped.
+
+Legend: B batch, T tokens, S cached positions, D hidden, N query heads, G key-value groups, R = N / G queries a
+group, H head_dim, A active groups.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modules.config import ModelConfig
+from modules.forward_pass import ForwardPass
+from modules.positions import apply_rotary
+from modules.projections import OutputProjection
+from modules.sparsity import MAX_GATHER_ROWS, Selector
+
+
+class Attention(nn.Module):
+    """One layer's heads. Keys and values are computed and cached for every head, whatever is selected."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_units = config.num_key_value_heads
+        self.queries_per_group = config.queries_per_group
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = OutputProjection(query_size, config.hidden_size)
+        self.head_outputs = nn.Identity()  # a named point for forward hooks: sees [B, T, N, H]
+        self.selector: Selector | None = None
+        self.force_mask = False
+
+    def forward(self, hidden_states: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """[B, T, D] normed -> [B, T, D], the block's part of the residual sum, without bias."""
+        batch, tokens, _ = hidden_states.shape
+        keys = self._rotated(self._split(self.k_proj(hidden_states)), forward_pass)
+        values = self._split(self.v_proj(hidden_states))
+        if forward_pass.cache is not None:
+            keys, values = forward_pass.cache.write(
+                self.layer_idx, forward_pass.positions, keys, values, forward_pass.cache_end
+            )
+
+        def dense_heads() -> Tensor:
+            queries = self._rotated(self._split(self.q_proj(hidden_states)), forward_pass)
+            return self._attend(queries, keys, values, forward_pass)
+
+        def grouped_heads() -> Tensor:
+            return dense_heads().unflatten(2, (self.num_units, self.queries_per_group))
+
+        context = forward_pass.selection_context("attention", self.layer_idx, hidden_states, grouped_heads)
+        active = None if self.selector is None else self.selector.select(hidden_states, context)
+        rows = batch * tokens
+        if active is None:
+            forward_pass.count("attention", self.layer_idx, self.num_units, "dense", None, rows)
+            return self.o_proj(self.head_outputs(dense_heads()).flatten(2))
+        # One new token a row and few rows: skip. The union of the rows' groups is gathered on the host side,
+        # which on a GPU would stall the stream; there several rows share one masked pass.
+        gather = tokens == 1 and rows <= (MAX_GATHER_ROWS if hidden_states.device.type == "cpu" else 1)
+        gather = gather and not self.force_mask
+        execution = "gather" if gather else "mask"
+        forward_pass.count("attention", self.layer_idx, self.num_units, execution, active.num_active, rows)
+        if gather:
+            output = self._gathered(hidden_states, keys, values, active.mask, forward_pass)
+        else:
+            mask = active.mask.view(batch, tokens, self.num_units, 1, 1)
+            heads = self.head_outputs(grouped_heads().masked_fill(~mask, 0).flatten(2, 3))
+            output = self.o_proj(heads.flatten(2))
+        if active.compensation is not None:
+            output = output + active.compensation.view_as(output)
+        return output
+
+    def _gathered(
+        self, hidden_states: Tensor, keys: Tensor, values: Tensor, mask: Tensor, forward_pass: ForwardPass
+    ) -> Tensor:
+        """Queries, attention and output rows of the active groups only; hidden_states [B, 1, D], mask [B, G]."""
+        groups = mask.any(0).nonzero().squeeze(-1)
+        width = self.queries_per_group * self.head_dim
+        channels = (groups[:, None] * width + torch.arange(width, device=groups.device)).flatten()
+        bias = None if self.q_proj.bias is None else self.q_proj.bias[channels]
+        queries = self._split(F.linear(hidden_states, self.q_proj.weight[channels], bias))
+        queries = self._rotated(queries, forward_pass)
+        heads = self._attend(queries, keys[:, groups], values[:, groups], forward_pass)
+        if mask.shape[0] > 1:
+            heads = heads.unflatten(2, (-1, self.queries_per_group))
+            heads = heads.masked_fill(~mask[:, groups].view(mask.shape[0], 1, -1, 1, 1), 0).flatten(2, 3)
+        return torch.matmul(heads.flatten(2), self.o_proj.weight[channels])
+
+    def _split(self, states: Tensor) -> Tensor:
+        """[B, T, heads * H] -> [B, heads, T, H]."""
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def _rotated(self, states: Tensor, forward_pass: ForwardPass) -> Tensor:
+        return states if forward_pass.cos_sin is None else apply_rotary(states, *forward_pass.cos_sin)
+
+    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """queries [B, N, T, H], keys/values [B, G, S, H] -> [B, T, N, H]; softmax scale 1 / sqrt(H), applied once."""
+        mask = forward_pass.attention_mask
+        output = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and queries.shape[2] > 1,
+            enable_gqa=self.queries_per_group > 1,
+        )
+        return output.transpose(1, 2)

@@ -1,0 +1,190 @@
+"""The decoder: read this first.
+
+A model is a list of half-blocks (attention, MLP, attention, MLP, ...), each with the norm that *follows* it, so that
+every half-block ends in one visible call of the residual junction `add_norm`. Pipeline stages and compute/communication
+overlap drive the same list; tensor parallelism and sparsity attach to it from outside.
+
+Legend: B batch, T tokens, D hidden, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modules.attention import Attention
+from modules.config import ModelConfig
+from modules.forward_pass import ForwardPass, cached_attention_mask
+from modules.kv_cache import KVCache
+from modules.mlp import Mlp
+from modules.normalization import AddNorm, Norm, add_norm
+from modules.positions import RotaryPositions
+from modules.sparsity import Block, Phase, SparsityStats
+
+
+class Embeddings(nn.Module):
+    """Token embeddings, plus learned positions and an input projection where the model has them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.offset = config.position_embedding_offset
+        self.tokens = nn.Embedding(config.vocab_size, config.word_embed_proj_dim)
+        self.positions: nn.Embedding | None = None
+        self.project_in: nn.Linear | None = None
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.max_position_embeddings + self.offset, config.hidden_size)
+        if config.word_embed_proj_dim != config.hidden_size:
+            self.project_in = nn.Linear(config.word_embed_proj_dim, config.hidden_size, bias=False)
+
+    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """token_ids, positions [B, T] -> [B, T, D]."""
+        states = self.tokens(token_ids)
+        if self.project_in is not None:
+            states = self.project_in(states)
+        if self.positions is not None:
+            # Padding may lie beyond the table; its states are never used, but its index must exist.
+            last = self.positions.num_embeddings - self.offset - 1
+            states = states + self.positions(positions.clamp(max=last) + self.offset)
+        return states
+
+
+class HalfBlock(nn.Module):
+    """Attention or MLP, and the norm that follows it (None where the model has none there)."""
+
+    def __init__(self, block: Attention | Mlp, norm: Norm | None, bias_size: int | None) -> None:
+        super().__init__()
+        self.block = block
+        self.norm = norm
+        self.bias = nn.Parameter(torch.zeros(bias_size)) if bias_size else None
+        self.residual_in = nn.Identity()  # a named point for forward hooks: sees the residual [B, T, D]
+
+
+class Decoder(nn.Module):
+    """A Llama-like or OPT-like language model on one device, dense unless selectors are attached."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.first_norm = Norm(config) if config.pre_norm else None
+        attention_bias = config.hidden_size if config.attention_bias else None
+        mlp_bias = config.hidden_size if config.mlp_bias else None
+        self.half_blocks = nn.ModuleList()
+        for layer_idx in range(config.num_hidden_layers):
+            last = layer_idx == config.num_hidden_layers - 1
+            follows = Norm(config) if not (last and config.pre_norm and not config.final_norm) else None
+            self.half_blocks.append(HalfBlock(Attention(config, layer_idx), Norm(config), attention_bias))
+            self.half_blocks.append(HalfBlock(Mlp(config, layer_idx), follows, mlp_bias))
+        self.project_out: nn.Linear | None = None
+        if config.word_embed_proj_dim != config.hidden_size:
+            self.project_out = nn.Linear(config.hidden_size, config.word_embed_proj_dim, bias=False)
+        self.lm_head = nn.Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embeddings.tokens.weight
+        self.add_norm: AddNorm = add_norm
+        self.stats: SparsityStats | None = None
+        self.max_lookahead = 0
+        self._rotary = RotaryPositions(config) if config.positions == "rotary" else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of the states between blocks."""
+        return self.embeddings.tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embeddings.tokens.weight.device
+
+    def half_block(self, layer_idx: int, block: Block) -> HalfBlock:
+        """The half-block of a layer."""
+        found = self.half_blocks[2 * layer_idx + (block == "mlp")]
+        assert isinstance(found, HalfBlock)
+        return found
+
+    def attention(self, layer_idx: int) -> Attention:
+        """Attention of a layer."""
+        block = self.half_block(layer_idx, "attention").block
+        assert isinstance(block, Attention)
+        return block
+
+    def mlp(self, layer_idx: int) -> Mlp:
+        """MLP of a layer."""
+        block = self.half_block(layer_idx, "mlp").block
+        assert isinstance(block, Mlp)
+        return block
+
+    def norm_before(self, layer_idx: int, block: Block) -> Norm | None:
+        """The norm between the residual stream and a block's input; None where the block reads the stream itself."""
+        if not self.config.pre_norm:
+            return None
+        idx = 2 * layer_idx + (block == "mlp")
+        return self.first_norm if idx == 0 else self.half_blocks[idx - 1].norm  # type: ignore[return-value]
+
+    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
+        """An empty cache of this model's dtype on its device."""
+        return KVCache(self.config, batch_size=batch_size, max_seqlen=max_seqlen, dtype=self.dtype, device=self.device)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        num_tokens: Tensor | None = None,
+        phase: Phase = "prefill",
+    ) -> Tensor:
+        """token_ids [B, T] -> hidden states [B, T, D] after the final norm.
+
+        Rows are right-padded; `num_tokens` [B] counts each row's real tokens (None: all T). With a cache, row b's
+        tokens stand at cache_seqlens[b] onwards and the cache is advanced by the real ones. ValueError if a token
+        would stand beyond the context.
+        """
+        batch, tokens = token_ids.shape
+        steps = torch.arange(tokens, device=token_ids.device)
+        if cache is None:
+            end = tokens
+            positions, mask = steps.expand(batch, -1), None
+        else:
+            end = cache.reserve(tokens)
+            positions = cache.cache_seqlens[:, None] + steps
+            # The first prefill is plain causal attention over what it writes: no mask, the fast path.
+            mask = None if cache.longest == 0 and tokens > 1 else cached_attention_mask(positions, end)
+        if end > self.config.max_position_embeddings:
+            raise ValueError(f"{end} tokens do not fit the context of {self.config.max_position_embeddings}")
+        forward_pass = ForwardPass(
+            phase=phase,
+            positions=positions,
+            valid=None if num_tokens is None else steps < num_tokens[:, None],
+            attention_mask=mask,
+            cos_sin=None if self._rotary is None else self._rotary.cos_sin(positions, self.dtype),
+            cache=cache,
+            cache_end=end,
+            stats=self.stats,
+            max_lookahead=self.max_lookahead,
+        )
+        hidden_states = self.run_half_blocks(self.embeddings(token_ids, positions), forward_pass)
+        if cache is not None:
+            real = num_tokens if num_tokens is not None else torch.full_like(cache.cache_seqlens, tokens)
+            cache.advance(real, tokens)
+        return hidden_states
+
+    def run_half_blocks(self, embedded: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """Embedded tokens [B, T, D] -> hidden states after the last half-block's norm."""
+        pre_norm = self.config.pre_norm
+        if pre_norm:
+            hidden_states, residual = self.add_norm(embedded, None, self.first_norm, None, pre_norm=True)
+        else:
+            hidden_states = residual = embedded
+        for half_block in self.half_blocks:
+            assert isinstance(half_block, HalfBlock)
+            residual = half_block.residual_in(residual)
+            partial = half_block.block(hidden_states, forward_pass)
+            hidden_states, residual = self.add_norm(
+                partial, residual, half_block.norm, half_block.bias, pre_norm=pre_norm
+            )
+        return hidden_states
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        if self.project_out is not None:
+            hidden_states = self.project_out(hidden_states)
+        return F.linear(hidden_states, self.lm_head.weight)

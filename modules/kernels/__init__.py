@@ -1,0 +1,1 @@
+"""Single-device kernels, one operator a file: equation, plain PyTorch reference, Triton kernel, wrapper."""

@@ -1,0 +1,46 @@
+"""Rotary position embedding (Su et al. 2021), with linear and Llama-3 frequency scaling."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from modules.config import ModelConfig
+
+
+def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """Angular frequency of each pair of head dims, radians a position: float32 [head_dim / 2]."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+
+
+class RotaryPositions:
+    """Cosines and sines for given positions; frequencies are kept per device, never part of a checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._frequencies: dict[torch.device, Tensor] = {}
+
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [B, T] -> cos, sin [B, 1, T, head_dim] in `dtype` (angles in float32, as trained)."""
+        if positions.device not in self._frequencies:
+            self._frequencies[positions.device] = rotary_frequencies(self.config, positions.device)
+        angles = positions[:, None, :, None].float() * self._frequencies[positions.device]
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, heads, T, head_dim] by cos/sin [B, 1, T, head_dim]; halves are paired (Hugging Face layout)."""
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat((-second, first), dim=-1) * sin
