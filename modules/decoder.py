@@ -10,6 +10,7 @@ Legend: B batch, T tokens, D hidden, V vocabulary.
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from modules.attention import Attention
 from modules.config import ModelConfig
@@ -83,6 +84,7 @@ class Decoder(nn.Module):
         self.add_norm: AddNorm = add_norm
         self.stats: SparsityStats | None = None
         self.max_lookahead = 0
+        self.sparsity_hook: RemovableHandle | None = None
         self._rotary = RotaryPositions(config) if config.positions == "rotary" else None
 
     @property

@@ -1,7 +1,5 @@
 """The matmuls of a block. Output projections are held unit-major, so that an active unit is one contiguous row."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -24,32 +22,30 @@ class OutputProjection(nn.Module):
 
 
 class ThinnedInput(nn.Module):
-    """A projection that drops small entries of its input first (TEAL, WINA wrap a matmul in one of these).
+    """A projection that drops the small entries of its input first (TEAL): each dropped entry is an unread weight row.
 
-    `keep(states)` returns a bool mask of the entries that are used; the module counts them for the record.
+    Wraps a matmul from outside; the matmul itself stays as it was. `density` tells how much was used.
     """
 
-    def __init__(self, projection: nn.Module, keep: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, projection: nn.Module, threshold: float) -> None:
         super().__init__()
         self.projection = projection
-        self.keep = keep
-        self.kept_entries: Tensor | None = None
-        self.seen_entries = 0
+        self.threshold = threshold
+        self.enabled = True
+        self._kept: Tensor | None = None
+        self._seen = 0
+
+    def forward(self, states: Tensor) -> Tensor:
+        """As the wrapped projection, on the input's entries with magnitude >= threshold."""
+        if not self.enabled:
+            return self.projection(states)
+        mask = states.abs() >= self.threshold
+        kept = mask.sum()
+        self._kept = kept if self._kept is None else self._kept + kept
+        self._seen += mask.numel()
+        return self.projection(states.masked_fill(~mask, 0))
 
     @property
     def density(self) -> float:
-        """Share of input entries used so far: the share of the weight's columns that had to be read."""
-        return 1.0 if self.kept_entries is None else float(self.kept_entries) / self.seen_entries
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The wrapped projection's weight."""
-        return self.projection.weight  # type: ignore[return-value]
-
-    def forward(self, states: Tensor) -> Tensor:
-        """As the wrapped projection, on the thinned input."""
-        mask = self.keep(states)
-        kept = mask.sum()
-        self.kept_entries = kept if self.kept_entries is None else self.kept_entries + kept
-        self.seen_entries += mask.numel()
-        return self.projection(states.masked_fill(~mask, 0))
+        """Share of input entries used so far; 1.0 before the first call."""
+        return 1.0 if self._kept is None else float(self._kept) / self._seen

@@ -81,7 +81,8 @@ class SelectionContext:
 class Selector(Protocol):
     """Chooses the active units of one block; `lookahead` is how many layers back it reads (0: its own input)."""
 
-    lookahead: int
+    @property
+    def lookahead(self) -> int: ...
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         """hidden_states [B, T, D], the block's normed input -> active set over B * T rows, or None for dense."""
@@ -99,6 +100,7 @@ class BlockStats:
     rows: Tensor | None = None
     active: Tensor | None = None
     executions: dict[str, int] = field(default_factory=lambda: {"dense": 0, "gather": 0, "mask": 0})
+    row_counts: Tensor | None = None  # int64 [2, B]: active units, all units of each batch row (see SparsityStats)
 
     def count(self, execution: str, num_active: Tensor | None, valid: Tensor | None, num_rows: int) -> None:
         """Add one call: `num_active` [rows] (None: dense), `valid` [B, T] bool or None (all rows are real)."""
@@ -113,6 +115,11 @@ class BlockStats:
             real, total = keep.sum(), (num_active * keep).sum(dtype=torch.int64)
         self.rows = real if self.rows is None else self.rows + real.to(self.rows.device)
         self.active = total if self.active is None else self.active + total.to(self.active.device)
+        if self.row_counts is not None:
+            shape = (self.row_counts.shape[1], num_rows // self.row_counts.shape[1])
+            tokens = torch.ones_like(self.row_counts[0, :, None].expand(shape)) if valid is None else valid
+            kept = tokens * (self.num_units if num_active is None else num_active.view(shape))
+            self.row_counts += torch.stack((kept.sum(-1), tokens.sum(-1) * self.num_units))
 
     @property
     def density(self) -> float:
@@ -127,10 +134,13 @@ class SparsityStats:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, Block], BlockStats] = {}
+        self.row_counts: dict[Block, Tensor] = {}  # per kind of block, summed over layers, for those who ask: generate
 
     def of(self, layer_idx: int, block: Block, num_units: int) -> BlockStats:
         """The counters of one block, made on first use."""
-        return self.blocks.setdefault((layer_idx, block), BlockStats(num_units))
+        stats = self.blocks.setdefault((layer_idx, block), BlockStats(num_units))
+        stats.row_counts = self.row_counts.get(block)
+        return stats
 
     def densities(self, block: Block) -> list[float]:
         """Achieved density of each layer, in layer order."""

@@ -1,0 +1,84 @@
+"""What the untrained methods need to know about a model, measured on calibration text and stored beside predictors.
+
+One file, `calibration.safetensors`, keyed by layer: how often each unit is active (static), and quantiles of
+|act(gate)| (CATS, Lee et al. 2024, section 3), of the MLP's |input| and of |activation| (TEAL, Liu et al. 2024,
+section 4). Legend: F neurons, G key-value groups, Q quantiles.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+NUM_QUANTILES = 1025
+FILE_NAME = "calibration.safetensors"
+
+
+def quantiles_of(values: Tensor) -> Tensor:
+    """NUM_QUANTILES evenly spaced quantiles of a sample of any shape, float32, ascending."""
+    ordered = values.flatten().float().sort().values
+    places = torch.linspace(0, ordered.numel() - 1, NUM_QUANTILES, dtype=torch.float64).round().long()
+    return ordered[places.to(ordered.device)]
+
+
+def threshold_at(quantiles: Tensor, density: float) -> float:
+    """The value that a share `density` of the sample reaches or exceeds; -inf at density 1 (nothing is left out)."""
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"density must lie in (0, 1], got {density}")
+    if density == 1.0:
+        return float("-inf")
+    place = (1.0 - density) * (quantiles.numel() - 1)
+    low = int(place)
+    weight = place - low
+    high = min(low + 1, quantiles.numel() - 1)
+    return float(quantiles[low] * (1.0 - weight) + quantiles[high] * weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCalibration:
+    """Statistics of one layer; None where the store that was read did not have that kind of unit."""
+
+    neuron_frequency: Tensor | None = None  # [F] mean share of tokens in which a neuron is active
+    group_frequency: Tensor | None = None  # [G]
+    gate_quantiles: Tensor | None = None  # [Q] of |act(gate)|, gated models
+    input_quantiles: Tensor | None = None  # [Q] of |normed MLP input|
+    activation_quantiles: Tensor | None = None  # [Q] of |act(gate) * up|
+
+    def require(self, name: str, method: str) -> Tensor:
+        """A statistic that a method cannot do without."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(
+                f"method {method} needs {name}, which these predictors were calibrated without; "
+                "train again on a store that has those activations"
+            )
+        assert isinstance(value, Tensor)
+        return value
+
+
+def save_calibration(directory: Path, layers: dict[int, LayerCalibration]) -> None:
+    """Write FILE_NAME into a predictor directory."""
+    tensors = {
+        f"{layer}.{name}": value.contiguous().cpu()
+        for layer, calibration in layers.items()
+        for name, value in vars(calibration).items()
+        if value is not None
+    }
+    save_file(tensors, directory / FILE_NAME, metadata={"layers": json.dumps(sorted(layers))})
+
+
+def load_calibration(directory: Path) -> dict[int, LayerCalibration]:
+    """Read what `save_calibration` wrote; FileNotFoundError or ValueError name the file."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory")
+    fields: dict[int, dict[str, Tensor]] = {}
+    for key, value in load_file(path).items():
+        layer, _, name = key.partition(".")
+        if not layer.isdigit() or name not in LayerCalibration.__dataclass_fields__:
+            raise ValueError(f"{path}: unexpected tensor {key}")
+        fields.setdefault(int(layer), {})[name] = value
+    return {layer: LayerCalibration(**values) for layer, values in fields.items()}

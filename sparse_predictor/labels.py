@@ -1,0 +1,52 @@
+"""What counts as an active neuron, in one place: collection, training, metrics and oracles share it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from modules.config import ModelConfig
+from modules.sparsity import num_kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelDefinition:
+    """`positive`: activation > 0 (ReLU). `top`: the `share` of neurons with the largest |a_j| * ||down_j||.
+    `energy`: the smallest set of neurons holding `share` of the sum of (|a_j| * ||down_j||)^2.
+    """
+
+    kind: Literal["positive", "top", "energy"]
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"label share must lie in (0, 1], got {self.share}")
+
+    def to_manifest(self) -> dict[str, Any]:
+        """As written beside every artefact that depends on it."""
+        return {"kind": self.kind, "share": self.share}
+
+
+def default_definition(config: ModelConfig, density: float) -> LabelDefinition:
+    """ReLU models have exact zeros; all others are labelled by their top neurons at `density`."""
+    if config.activation == "relu" and not config.gated_mlp:
+        return LabelDefinition(kind="positive")
+    return LabelDefinition(kind="top", share=density)
+
+
+def true_active(activations: Tensor, unit_norms: Tensor | None, definition: LabelDefinition) -> Tensor:
+    """activations [rows, F], unit_norms [F] = ||down_j|| -> bool [rows, F]."""
+    if definition.kind == "positive":
+        return activations > 0
+    scores = activations.abs()
+    if unit_norms is not None:
+        scores = scores * unit_norms
+    if definition.kind == "top":
+        count = num_kept(definition.share, scores.shape[-1])
+        indices = scores.topk(count, dim=-1, sorted=False).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True)
+    energy, order = scores.float().square().sort(dim=-1, descending=True)
+    held_before = energy.cumsum(-1) - energy
+    chosen = held_before < definition.share * energy.sum(-1, keepdim=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, chosen)

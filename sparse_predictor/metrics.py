@@ -1,0 +1,112 @@
+"""How well a choice of units matches the truth, measured inside the run that is being scored.
+
+recall = |chosen and true| / |true|, precision = |chosen and true| / |chosen|, pooled over tokens. The truth is taken
+from the states the sparse model itself sees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from modules.decoder import Decoder
+from modules.mlp import unit_norms
+from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector, contribution, num_kept
+from sparse_predictor.labels import default_definition, true_active
+
+
+@dataclass
+class SetOverlap:
+    """Pooled counts of one block, on the device until read: chosen, true, both."""
+
+    counts: Tensor | None = None
+
+    def add(self, chosen: Tensor, true: Tensor, keep: Tensor | None) -> None:
+        """chosen, true bool [rows, U]; keep bool [rows] leaves padding out."""
+        if keep is not None:
+            chosen, true = chosen & keep[:, None], true & keep[:, None]
+        counts = torch.stack([chosen.sum(), true.sum(), (chosen & true).sum()])
+        self.counts = counts if self.counts is None else self.counts + counts
+
+    @property
+    def recall(self) -> float:
+        """1.0 if nothing was true."""
+        return self._share(1)
+
+    @property
+    def precision(self) -> float:
+        """1.0 if nothing was chosen."""
+        return self._share(0)
+
+    def _share(self, denominator: int) -> float:
+        if self.counts is None or int(self.counts[denominator]) == 0:
+            return 1.0
+        return float(self.counts[2]) / float(self.counts[denominator])
+
+
+@dataclass
+class SelectionQuality:
+    """Overlaps of every block; filled by the `MeasuredSelector`s that `measure_selection` attaches."""
+
+    overlaps: dict[tuple[int, Block], SetOverlap] = field(default_factory=dict)
+
+    def of(self, layer_idx: int, block: Block) -> SetOverlap:
+        """One block's counts, made on first use."""
+        return self.overlaps.setdefault((layer_idx, block), SetOverlap())
+
+    def per_layer(self, block: Block) -> list[SetOverlap]:
+        """In layer order."""
+        return [overlap for (_, kind), overlap in sorted(self.overlaps.items()) if kind == block]
+
+    def pooled(self, block: Block) -> SetOverlap | None:
+        """All layers together; None if no selector of that block chose anything."""
+        counts = [overlap.counts for overlap in self.per_layer(block) if overlap.counts is not None]
+        return SetOverlap(torch.stack(counts).sum(0)) if counts else None
+
+
+class MeasuredSelector:
+    """Passes a selector's choice on unchanged and compares it with the true set at the same density."""
+
+    def __init__(
+        self, model: Decoder, inner: Selector, quality: SelectionQuality, density: float, block: Block
+    ) -> None:
+        self.inner = inner
+        self.model = model
+        self.quality = quality
+        self.definition = default_definition(model.config, density)
+        self.num_groups = num_kept(density, model.config.num_key_value_heads)
+        self.block = block
+        self._norms: Tensor | None = None
+
+    @property
+    def lookahead(self) -> int:
+        """As the selector inside."""
+        return self.inner.lookahead
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        """As the selector inside, after counting the overlap."""
+        active = self.inner.select(hidden_states, context)
+        if active is None:
+            return None
+        output = context.dense_output()
+        if self.block == "mlp":
+            if self._norms is None:
+                self._norms = unit_norms(self.model.mlp(context.layer_idx)).to(output.dtype)
+            true = true_active(output.flatten(0, 1), self._norms, self.definition)
+        else:
+            true = ActiveSet.from_scores(contribution(output, None), self.num_groups).mask
+        keep = None if context.valid is None else context.valid.flatten()
+        self.quality.of(context.layer_idx, self.block).add(active.mask, true, keep)
+        return active
+
+
+def measure_selection(model: Decoder, densities: dict[Block, Sequence[float]]) -> SelectionQuality:
+    """Wrap every attached selector; detach with `remove_sparsity`."""
+    quality = SelectionQuality()
+    for layer in range(model.config.num_hidden_layers):
+        for block in BLOCKS:
+            module = model.half_block(layer, block).block
+            if module.selector is not None:
+                module.selector = MeasuredSelector(model, module.selector, quality, densities[block][layer], block)
+    return quality

@@ -1,0 +1,134 @@
+"""Batches of all layers at once, read from an activation store in blocks of rows; the store may exceed memory.
+
+Legend: L layers, n rows, D hidden, U units, F neurons, G key-value groups.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.activation_store import ActivationStore
+from modules.decoder import Decoder
+from modules.mlp import unit_norms
+from modules.sparsity import Block
+
+Ranges = list[tuple[int, int]]
+
+# Consecutive rows read together: long enough for one disk access a layer, short enough to mix documents in a batch.
+BLOCK_ROWS = 128
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """`inputs` [L, n, D]: what predictors see; `own_inputs` [L, n, D]: the blocks' own (equal without look-ahead).
+
+    `activations` [L, n, U]: float (signed activations of neurons; norms of key-value groups), or bool where the
+    store keeps packed labels only.
+    """
+
+    inputs: Tensor
+    own_inputs: Tensor
+    activations: Tensor
+
+
+class TrainingRows:
+    """The rows of one kind of block, for every layer of the store; `lookahead` as in design: own input for layers
+    that have nothing that far back."""
+
+    def __init__(
+        self, store: ActivationStore, model: Decoder, block: Block, *, lookahead: int, device: torch.device
+    ) -> None:
+        self.store = store
+        self.model = model
+        self.block = block
+        self.device = device
+        self.layers = list(store.layers)
+        self.source_layers = [layer - lookahead if layer >= lookahead else layer for layer in self.layers]
+        missing = sorted(set(self.source_layers) - set(self.layers))
+        if missing:
+            raise ValueError(f"look-ahead {lookahead} reads layers {missing}, which {store.directory} does not hold")
+        self.num_units = model.config.intermediate_size if block == "mlp" else model.config.num_key_value_heads
+        # ||down_j|| [L, 1, F]: what makes activations of different neurons comparable. Head norms already are.
+        self.unit_norms: Tensor | None = None
+        if block == "mlp":
+            norms = [unit_norms(model.mlp(layer)) for layer in self.layers]
+            self.unit_norms = torch.stack(norms).to(device)[:, None]
+
+    def blocks(self, split: str) -> Ranges:
+        """Row ranges of at most BLOCK_ROWS; neighbouring documents of the split are joined first."""
+        joined: Ranges = []
+        for start, stop in self.store.row_ranges(split):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            elif stop > start:
+                joined.append((start, stop))
+        return [
+            (first, min(first + BLOCK_ROWS, stop)) for start, stop in joined for first in range(start, stop, BLOCK_ROWS)
+        ]
+
+    def batches(self, split: str, batch_rows: int, *, seed: int, skip: int = 0) -> Iterator[Ranges]:
+        """Endless shuffled batches of at least `batch_rows` rows; a function of `seed` alone, so that training
+        resumes exactly after `skip` batches. ValueError for an empty split."""
+        blocks = self.blocks(split)
+        if not blocks:
+            raise ValueError(f"{self.store.directory}: no {split} rows; collect more documents")
+        generator = np.random.default_rng(seed)
+        chosen: Ranges = []
+        while True:
+            for place in generator.permutation(len(blocks)):
+                chosen.append(blocks[place])
+                if sum(stop - start for start, stop in chosen) >= batch_rows:
+                    if skip:
+                        skip -= 1
+                    else:
+                        yield chosen
+                    chosen = []
+
+    def sample(self, split: str, max_rows: int, *, seed: int = 0) -> Ranges:
+        """Blocks drawn without replacement, about `max_rows` rows in all, in row order."""
+        blocks = self.blocks(split)
+        order = np.random.default_rng(seed).permutation(len(blocks))
+        chosen: Ranges = []
+        for place in order:
+            if sum(stop - start for start, stop in chosen) >= max_rows:
+                break
+            chosen.append(blocks[place])
+        return sorted(chosen)
+
+    def load(self, ranges: Ranges) -> TrainingBatch:
+        """Read row ranges of every layer onto the device, as float32."""
+        inputs = torch.stack([self._inputs(layer, ranges) for layer in self.source_layers])
+        own = inputs
+        if self.source_layers != self.layers:
+            own = torch.stack([self._inputs(layer, ranges) for layer in self.layers])
+        return TrainingBatch(inputs, own, torch.stack([self._activations(layer, ranges) for layer in self.layers]))
+
+    def layer_rows(self, index: int, ranges: Ranges) -> TrainingBatch:
+        """As `load`, for the layer at one place of `layers` only; L = 1."""
+        layer, source = self.layers[index], self.source_layers[index]
+        own = self._inputs(layer, ranges)[None]
+        inputs = own if source == layer else self._inputs(source, ranges)[None]
+        return TrainingBatch(inputs, own, self._activations(layer, ranges)[None])
+
+    def _inputs(self, layer: int, ranges: Ranges) -> Tensor:
+        residual = self.store.mlp_x(layer) if self.block == "mlp" else self.store.att_x(layer)
+        states = self._to_device(np.concatenate([residual[start:stop] for start, stop in ranges]))
+        # The store keeps the residual before the norm; serving sees the normed state. One norm does both.
+        norm = self.model.norm_before(layer, self.block)
+        with torch.no_grad():
+            return states if norm is None else norm(states)
+
+    def _activations(self, layer: int, ranges: Ranges) -> Tensor:
+        if self.block == "mlp":
+            rows = np.concatenate([self.store.read_mlp_label(layer, start, stop) for start, stop in ranges])
+            return torch.from_numpy(rows).to(self.device) if rows.dtype == np.bool_ else self._to_device(rows)
+        norms = self.store.att_label(layer)
+        heads = self._to_device(np.concatenate([norms[start:stop] for start, stop in ranges]))
+        groups = heads.unflatten(-1, (self.num_units, self.model.config.queries_per_group))
+        return torch.linalg.vector_norm(groups, dim=-1)
+
+    def _to_device(self, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).to(self.device).float()
