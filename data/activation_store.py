@@ -1,0 +1,297 @@
+"""The activation store, written and read: see `data/store_layout.py` for its files.
+
+Appending is crash-safe. Rows go to the data files first; only when these are on the disk does a new manifest,
+put in place atomically, say that the rows are valid. Whatever lies beyond the manifest's rows is ignored by
+the reader and cut off by a resuming writer, which then goes on to write the very bytes an uninterrupted run
+would have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from data.store_files import (
+    AppendedFiles,
+    check_files,
+    check_free_space,
+    document_rows,
+    read_manifest,
+    write_manifest,
+)
+from data.store_layout import (
+    BIT_ORDER,
+    MANIFEST_NAME,
+    SPLITS,
+    TOKEN_IDS_NAME,
+    DocumentRange,
+    FileLayout,
+    StoreLayout,
+    StoreManifest,
+    layout_differences,
+    split_documents,
+)
+
+# A kill loses at most this much: seconds of collecting, yet enough at a time for a disk's full speed.
+FLUSH_BYTES = 256 * 2**20
+
+
+class ActivationStoreWriter:
+    """Appends documents to a store in `directory`, which must not hold one unless `resume` is set.
+
+    `expected_rows`: tokens the whole store will have, checked against the free disk space before anything is
+    written. `flush_bytes`: a flush starts once so many bytes were appended since the last; it runs beside the
+    next appends. Used as a context manager it marks the store complete, unless an exception ends the block:
+    then the documents appended so far are kept and the store stays incomplete.
+
+    Raises FileExistsError (a store is there, no `resume`), ValueError (not enough disk; resuming a store of
+    another layout), FileNotFoundError or ValueError (resuming a damaged store; the file is named), and
+    BlockingIOError (another process is writing it).
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        layout: StoreLayout,
+        *,
+        command_line: str = "",
+        git_commit: str | None = None,
+        expected_rows: int | None = None,
+        resume: bool = False,
+        flush_bytes: int = FLUSH_BYTES,
+    ) -> None:
+        self.directory = Path(directory)
+        self.layout = layout
+        self._provenance: dict[str, Any] = {"command_line": command_line, "git_commit": git_commit}
+        self._flush_bytes = flush_bytes
+        self._ranges: list[tuple[str, int, int]] = []
+        self._num_unflushed_bytes = 0
+        self._is_complete = False
+        self._is_failed = False
+        stored = self._stored_manifest(resume)
+        if stored is not None:
+            self._ranges = [(entry.document_id, entry.start, entry.stop) for entry in stored.documents]
+            self._provenance = {"command_line": stored.command_line, "git_commit": stored.git_commit}
+            self._is_complete = stored.complete
+        self._num_stored = self._num_whole = len(self._ranges)
+        self._num_skipped = 0
+        if expected_rows is not None:
+            check_free_space(self.directory, layout, expected_rows, self.num_rows)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if stored is None:
+            # before the data files, so that a killed run never leaves any that no manifest accounts for
+            write_manifest(self.directory, self._manifest())
+        self._files = AppendedFiles(self.directory, layout.files, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows appended so far, those of a resumed store included."""
+        return self._ranges[-1][2] if self._ranges else 0
+
+    @property
+    def num_documents(self) -> int:
+        """Calls of append_document so far, those of a resumed store included."""
+        return len(self._ranges)
+
+    def skip_document(self, document_id: str, token_ids: np.ndarray | list[int]) -> bool:
+        """True if this is the next document of the resumed store: it need not be collected again.
+
+        Called for each document in turn, it answers False once all stored ones have come by (at once in a
+        fresh store). ValueError if the corpus gives another document than the one stored at this place.
+        """
+        if self._num_skipped == self._num_stored:
+            return False
+        stored_id, start, stop = self._ranges[self._num_skipped]
+        path = self.directory / TOKEN_IDS_NAME
+        stored_ids = np.fromfile(path, dtype="<i4", count=stop - start, offset=4 * start)
+        if stored_id != document_id or not np.array_equal(stored_ids, np.asarray(token_ids)):
+            raise ValueError(
+                f"cannot resume {self.directory}: document {document_id!r} of the corpus is not the stored "
+                f"document {stored_id!r} (rows {start} to {stop}); the corpus or its tokenisation changed"
+            )
+        self._num_skipped += 1
+        return True
+
+    def append_document(
+        self,
+        document_id: str,
+        token_ids: np.ndarray | list[int],
+        activations: Mapping[int, Mapping[str, np.ndarray]],
+        *,
+        may_flush: bool = True,
+    ) -> None:
+        """Append a document, or a piece of one: `token_ids` [rows], and each layer's arrays [rows, width].
+
+        Arrays are float16 (other floats are converted), a packed mlp_label is bool [rows, intermediate_size].
+        `may_flush=False` for all but the last document of a batch makes a batch valid as a whole, so that a
+        resumed run forms the same batches. ValueError, and nothing is written, for wrong layers, names or
+        shapes and for values that are not finite as float16; OSError if the disk refuses: the store then
+        keeps its last flush.
+        """
+        self._check_open()
+        if self._num_skipped < self._num_stored:
+            raise ValueError(
+                f"{self.directory} already holds {self._num_stored} documents, of which "
+                f"{self._num_skipped} were passed to skip_document: pass all of them before appending"
+            )
+        rows = document_rows(self.layout, document_id, token_ids, activations)
+        self._is_failed, self._is_complete = True, False  # failed until all files have the rows
+        self._num_unflushed_bytes += self._files.append(rows)
+        self._is_failed = False
+        self._ranges.append((document_id, self.num_rows, self.num_rows + len(token_ids)))
+        if may_flush:
+            self._num_whole = len(self._ranges)
+            if self._num_unflushed_bytes >= self._flush_bytes:
+                self._start_flush()
+
+    def flush(self) -> None:
+        """Make all appended documents valid on the disk; returns when they are."""
+        self._check_open()
+        self._start_flush()
+        self._files.wait()
+
+    def close(self, *, complete: bool = True) -> None:
+        """Flush, mark the store complete (or leave it as it was), close the files; again: nothing."""
+        if not self._files.is_open:
+            return
+        try:
+            if complete and not self._is_failed:
+                self._is_complete = True
+            else:
+                del self._ranges[self._num_whole :]  # the beginning of a batch
+            self._start_flush()
+            self._files.wait()
+        finally:
+            self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
+        self.close(complete=exception_type is None)
+
+    def _start_flush(self) -> None:
+        self._files.commit(self._manifest())
+        self._num_unflushed_bytes = 0
+
+    def _check_open(self) -> None:
+        if not self._files.is_open or self._is_failed:
+            state = "failed in an earlier append" if self._is_failed else "is closed"
+            raise ValueError(f"the writer of {self.directory} {state}; resume with a new one")
+
+    def _manifest(self) -> StoreManifest:
+        splits = split_documents(document_id for document_id, _, _ in self._ranges)
+        documents = [
+            DocumentRange(document_id=document_id, start=start, stop=stop, split=splits[document_id])
+            for document_id, start, stop in self._ranges
+        ]
+        return StoreManifest(
+            layout=self.layout,
+            num_rows=self.num_rows,
+            complete=self._is_complete,
+            documents=documents,
+            **self._provenance,
+        )
+
+    def _stored_manifest(self, resume: bool) -> StoreManifest | None:
+        """The manifest to continue from, None for a fresh store."""
+        has_manifest = (self.directory / MANIFEST_NAME).exists()
+        if not has_manifest and not any(self.directory.glob("*.mmap")):
+            return None
+        if not resume:
+            raise FileExistsError(
+                f"{self.directory} already holds an activation store: give --resume to continue it, "
+                "or another --output-dir"
+            )
+        manifest = read_manifest(self.directory)
+        differences = layout_differences(manifest.layout, self.layout)
+        if differences:
+            raise ValueError(f"cannot resume {self.directory}: {'; '.join(differences)}")
+        return manifest
+
+
+class ActivationStore:
+    """Reads a store; nothing is loaded before it is asked for, and then mapped, not copied.
+
+    FileNotFoundError or ValueError names the file that is missing, truncated, or of an unknown format
+    version. A store whose collection was interrupted (`manifest.complete` is False) is read up to its last
+    flush.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.manifest = read_manifest(self.directory)
+        self.layout = self.manifest.layout
+        self._maps: dict[str, np.ndarray] = {}
+        check_files(self.directory, self.layout.files, self.num_rows, exact=self.manifest.complete)
+
+    @property
+    def num_rows(self) -> int:
+        """Valid rows: one a token."""
+        return self.manifest.num_rows
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layer_idx that are stored, ascending."""
+        return self.layout.layers
+
+    @property
+    def documents(self) -> Sequence[DocumentRange]:
+        """The row range of each document, or piece of one, in row order."""
+        return self.manifest.documents
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [rows]"""
+        return self._map(TOKEN_IDS_NAME)
+
+    def mlp_x(self, layer_idx: int) -> np.ndarray:
+        """float16 [rows, hidden_size]: the residual before the MLP's norm."""
+        return self._layer_map("mlp_x", layer_idx)
+
+    def mlp_label(self, layer_idx: int) -> np.ndarray:
+        """As stored: float16 [rows, intermediate_size], or uint8 [rows, ceil(intermediate_size / 8)]."""
+        return self._layer_map("mlp_label", layer_idx)
+
+    def att_x(self, layer_idx: int) -> np.ndarray:
+        """float16 [rows, hidden_size]: the residual before the attention's norm."""
+        return self._layer_map("att_x", layer_idx)
+
+    def att_label(self, layer_idx: int) -> np.ndarray:
+        """float16 [rows, num_attention_heads]: the L2 norm of each query head's output."""
+        return self._layer_map("att_label", layer_idx)
+
+    def read_mlp_label(self, layer_idx: int, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop), in memory: float16 [n, intermediate_size], or bool if the labels are packed."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise ValueError(f"rows [{start}, {stop}) are not within the store's {self.num_rows} rows")
+        rows = self.mlp_label(layer_idx)[start:stop]
+        if self.layout.label_format == "raw":
+            return np.array(rows)
+        bits = np.unpackbits(rows, axis=1, count=self.layout.intermediate_size, bitorder=BIT_ORDER)
+        return bits.view(np.bool_)
+
+    def row_ranges(self, split: str) -> list[tuple[int, int]]:
+        """The row ranges [start, stop) of one split, one a document or piece, in row order."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        return [(entry.start, entry.stop) for entry in self.documents if entry.split == split]
+
+    def _layer_map(self, kind: str, layer_idx: int) -> np.ndarray:
+        if kind not in self.layout.kinds:
+            raise ValueError(f"{self.directory} holds units {self.layout.units}, so it has no {kind}")
+        if layer_idx not in self.layers:
+            raise ValueError(f"{self.directory} has no layer {layer_idx}; it has {list(self.layers)}")
+        return self._map(f"{kind}_{layer_idx}.mmap")
+
+    def _map(self, name: str) -> np.ndarray:
+        if name not in self._maps:
+            file: FileLayout = self.layout.files[name]
+            dtype, shape = np.dtype(file.dtype).newbyteorder("<"), tuple(file.shape(self.num_rows))
+            if self.num_rows == 0:  # an empty file cannot be mapped
+                return np.empty(shape, dtype)
+            self._maps[name] = np.memmap(self.directory / name, dtype=dtype, mode="r", shape=shape)
+        return self._maps[name]

@@ -1,0 +1,203 @@
+"""The files under an activation store: appended together, made durable together, strictly checked."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, FileLayout, StoreLayout, StoreManifest
+
+BUFFER_BYTES = 256 * 2**10
+CHECKED_BYTES = 2**18  # float16 values are checked in blocks that stay in the cache
+FLOAT16_MAX = 65504.0
+TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
+
+
+class AppendedFiles:
+    """The data files of a store, opened behind `num_rows` valid rows; what lies behind these is cut off.
+
+    `commit` makes everything appended so far durable and then puts a manifest in place, on a thread of its
+    own, so that the caller computes meanwhile. FileNotFoundError or ValueError names a file that is missing
+    or too short; BlockingIOError: another process holds the store.
+    """
+
+    def __init__(self, directory: Path, layouts: Mapping[str, FileLayout], num_rows: int) -> None:
+        self._directory = directory
+        self._files: dict[str, BinaryIO] = {}
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activation-store")
+        self._pending: Future[None] | None = None
+        try:
+            if num_rows > 0:
+                check_files(directory, layouts, num_rows, exact=False)
+            for name in (TOKEN_IDS_NAME, *layouts):
+                if name not in self._files:
+                    self._files[name] = open(directory / name, "ab", buffering=BUFFER_BYTES)  # noqa: SIM115
+                if name == TOKEN_IDS_NAME:
+                    self._lock()
+            for name, layout in layouts.items():
+                self._files[name].truncate(num_rows * layout.row_bytes)
+            (directory / TEMPORARY_NAME).unlink(missing_ok=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._files[TOKEN_IDS_NAME], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"another process is writing to {self._directory}") from error
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._files)
+
+    def append(self, rows: Mapping[str, np.ndarray]) -> int:
+        """Append C-contiguous arrays to their files; returns the bytes."""
+        for name, array in rows.items():
+            self._files[name].write(array.data)
+        return sum(array.nbytes for array in rows.values())
+
+    def commit(self, manifest: StoreManifest) -> None:
+        """Begin to make the appended rows durable, `manifest` last; first waits for the commit before."""
+        self.wait()
+        for file in self._files.values():
+            file.flush()
+        self._pending = self._executor.submit(self._make_durable, manifest)
+
+    def wait(self) -> None:
+        """Return when the last commit is on the disk; raises what went wrong with it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _make_durable(self, manifest: StoreManifest) -> None:
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        write_manifest(self._directory, manifest)
+
+    def close(self) -> None:
+        """Close without a commit: rows since the last one are lost."""
+        self._executor.shutdown(wait=True)
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # only rows that no manifest counts can be left in a buffer
+                file.close()
+        self._files = {}
+
+
+def write_manifest(directory: Path, manifest: StoreManifest) -> None:
+    """Put the manifest in place, atomically and durably."""
+    temporary = directory / TEMPORARY_NAME
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, directory / MANIFEST_NAME)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(directory: Path) -> StoreManifest:
+    """Read and check the manifest; FileNotFoundError if there is none, ValueError if it is not right."""
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {directory} is no activation store")
+    return StoreManifest.from_json(path.read_bytes(), path)
+
+
+def check_files(directory: Path, layouts: Mapping[str, FileLayout], num_rows: int, *, exact: bool) -> None:
+    """Check that these files, and no other .mmap, are there with `num_rows` rows, or more unless `exact`."""
+    for name, layout in layouts.items():
+        path = directory / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing from the activation store; collect again")
+        expected, found = num_rows * layout.row_bytes, path.stat().st_size
+        if found < expected or (exact and found > expected):
+            problem = "truncated" if found < expected else "too long"
+            raise ValueError(
+                f"{path} is {problem}: {num_rows} rows take {expected} bytes, it has {found}; collect again"
+            )
+    extra = sorted({path.name for path in directory.glob("*.mmap")} - set(layouts))
+    if extra:
+        raise ValueError(
+            f"{directory / extra[0]} does not belong to the store: its manifest does not list it"
+        )
+
+
+def check_free_space(directory: Path, layout: StoreLayout, num_rows: int, num_stored_rows: int = 0) -> None:
+    """ValueError if the rows yet to be written do not fit on the disk of `directory` (existing or not)."""
+    needed = layout.estimate_bytes(max(0, num_rows - num_stored_rows))
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ValueError(
+            f"{num_rows} tokens need {needed / 1e9:.2f} GB in {directory}, but {free / 1e9:.2f} GB are free; "
+            "take fewer tokens (--max-tokens), fewer layers (--layers), --label-format packed "
+            "or another --output-dir"
+        )
+
+
+def float16_rows(array: np.ndarray, where: str) -> np.ndarray:
+    """Floats [rows, width] as C-contiguous float16; ValueError says `where` if a value does not fit.
+
+    float16 input is the fast path. NaN and infinities, and values that become infinite as float16, are never
+    stored.
+    """
+    if array.dtype.kind != "f":
+        raise ValueError(f"{where}: expected floats, got {array.dtype}")
+    with np.errstate(over="ignore"):  # reported just below, with its place
+        rows = np.ascontiguousarray(array, dtype="<f2")
+    bits = rows.reshape(-1).view(np.uint16)
+    block = CHECKED_BYTES // bits.itemsize
+    for start in range(0, bits.size, block):
+        # all exponent bits set: infinite or NaN
+        if np.max(bits[start : start + block] & 0x7FFF, initial=0) >= 0x7C00:
+            row, column = np.argwhere(~np.isfinite(rows))[0]
+            value = float(array[row, column])
+            problem = f"{value} is beyond float16's {FLOAT16_MAX:g}" if np.isfinite(value) else f"{value}"
+            raise ValueError(
+                f"{where}: value {problem} (row {row}, unit {column}); the store is float16 and clips nothing"
+            )
+    return rows
+
+
+def document_rows(
+    layout: StoreLayout,
+    document_id: str,
+    token_ids: np.ndarray | list[int],
+    activations: Mapping[int, Mapping[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """The rows to append to each file of the store; ValueError if they are not what it holds."""
+    token_array = np.asarray(token_ids)
+    if token_array.ndim != 1 or token_array.size == 0 or token_array.dtype.kind not in "iu":
+        raise ValueError(f"document {document_id!r}: token_ids must be a non-empty list of integers")
+    if set(activations) != set(layout.layers):
+        raise ValueError(f"expected the layers {list(layout.layers)}, got {sorted(activations)}")
+    rows = {TOKEN_IDS_NAME: np.ascontiguousarray(token_array, dtype="<i4")}
+    for layer_idx in layout.layers:
+        arrays = activations[layer_idx]
+        if set(arrays) != set(layout.kinds):
+            raise ValueError(f"layer {layer_idx}: expected {sorted(layout.kinds)}, got {sorted(arrays)}")
+        for kind, file in layout.kinds.items():
+            where = f"{kind} of layer {layer_idx}, document {document_id!r}"
+            is_packed = kind == "mlp_label" and layout.label_format == "packed"
+            width = layout.intermediate_size if is_packed else file.width
+            array = arrays[kind]
+            if array.shape != (len(token_array), width):
+                raise ValueError(f"{where}: expected shape {(len(token_array), width)}, got {array.shape}")
+            if is_packed and array.dtype != np.bool_:
+                raise ValueError(f"{where}: a packed label is made of bool, got {array.dtype}")
+            rows[f"{kind}_{layer_idx}.mmap"] = (
+                np.packbits(array, axis=1, bitorder=BIT_ORDER) if is_packed else float16_rows(array, where)
+            )
+    return rows

@@ -1,0 +1,216 @@
+"""The answers of `infer`: whole lines, in input order at the end, never doubled, resumable at any byte."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.prompts import CompletionRecord, CompletionWriter, PromptRequest
+
+
+def make_requests(num_requests: int) -> list[PromptRequest]:
+    return [PromptRequest(id=idx, prompt=f"prompt {idx}") for idx in range(1, num_requests + 1)]
+
+
+def answer(request: PromptRequest, **changes: Any) -> CompletionRecord:
+    options: dict[str, Any] = {
+        "id": request.id,
+        "prompt": request.prompt,
+        "text": f"answer \u00e9\n {request.id}",
+        "token_ids": [1, 2],
+        "logprobs": [None, -0.5],
+        "finish_reason": "length",
+        "num_prompt_tokens": 3,
+        "mlp_density": 0.5,
+    }
+    return CompletionRecord(**{**options, **changes})
+
+
+def read_ids(path: Path) -> list[Any]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def test_a_line_holds_the_keys_of_the_contract(tmp_path: Path) -> None:
+    requests = make_requests(1)
+    with CompletionWriter(tmp_path / "new" / "out.jsonl", requests) as writer:
+        writer.write(answer(requests[0]))
+    assert json.loads((tmp_path / "new" / "out.jsonl").read_text()) == {
+        "id": 1,
+        "prompt": "prompt 1",
+        "text": "answer \u00e9\n 1",
+        "token_ids": [1, 2],
+        "logprobs": [None, -0.5],
+        "finish_reason": "length",
+        "error": None,
+        "num_prompt_tokens": 3,
+        "mlp_density": 0.5,
+        "head_density": 1.0,
+    }
+
+
+def test_answers_are_on_the_disk_at_once_and_in_input_order_at_the_end(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(4)
+    writer = CompletionWriter(path, requests)
+    for idx in (2, 0, 3):
+        writer.write(answer(requests[idx]))
+        assert path.read_bytes().endswith(b"\n")
+    assert read_ids(path) == [3, 1, 4]
+    assert [request.id for request in writer.pending] == [2]
+    writer.close()
+    writer.close()
+    assert read_ids(path) == [1, 3, 4]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_running_twice_does_not_double_the_file(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(3)
+    for _ in range(2):
+        with CompletionWriter(path, requests) as writer:
+            for request in requests:
+                writer.write(answer(request))
+    assert read_ids(path) == [1, 2, 3]
+
+
+@settings(deadline=None, max_examples=40)
+@given(order=st.permutations(range(5)), data=st.data())
+def test_resuming_after_a_crash_at_any_byte_gives_the_uninterrupted_file(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], data: st.DataObject
+) -> None:
+    path, requests = tmp_path_factory.mktemp("resume") / "out.jsonl", make_requests(5)
+    with CompletionWriter(path, requests) as writer:
+        for request in requests:
+            writer.write(answer(request))
+    whole = path.read_bytes()
+    interrupted = b"".join(answer(requests[idx]).to_line() for idx in order)
+    num_kept = data.draw(st.integers(0, len(interrupted)), label="bytes on the disk")
+    path.write_bytes(interrupted[:num_kept])
+    with CompletionWriter(path, requests, resume=True) as writer:
+        num_lines = interrupted[:num_kept].count(b"\n")
+        assert {request.id for request in writer.pending} == {idx + 1 for idx in order[num_lines:]}
+        for request in writer.pending:
+            writer.write(answer(request))
+    assert path.read_bytes() == whole
+
+
+def test_resuming_keeps_failed_answers_and_starts_where_there_is_no_file(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    with CompletionWriter(path, requests, resume=True) as writer:
+        writer.write(answer(requests[0], finish_reason="error", error="prompt too long"))
+    assert [request.id for request in CompletionWriter(path, requests, resume=True).pending] == [2]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json\n", "line 2: not JSON"),
+        ('{"id": 9, "prompt": "x"}\n', "line 2: cannot resume, `id` 9 belongs to no prompt of this run"),
+        (
+            '{"id": 2, "prompt": "another"}\n',
+            "line 2: cannot resume, `id` 2 belongs to no prompt of this run",
+        ),
+        ('{"id": 1, "prompt": "prompt 1"}\n', "line 2: cannot resume, `id` 1 is answered twice"),
+        ("{}\n", "line 2: cannot resume, `id` None belongs to no prompt"),
+    ],
+)
+def test_a_file_of_other_answers_is_neither_resumed_nor_touched(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    path.write_text('{"id": 1, "prompt": "prompt 1"}\n' + line + '{"half')
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"out.jsonl {message}"):
+        CompletionWriter(path, requests, resume=True)
+    assert path.read_bytes() == before
+
+
+def test_prompts_given_as_token_ids_resume_by_id(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    requests = [PromptRequest(id="a", prompt_token_ids=(1,)), PromptRequest(id="b", prompt_token_ids=(2,))]
+    with CompletionWriter(path, requests) as writer:
+        writer.write(answer(requests[0], prompt=None))
+    with CompletionWriter(path, requests, resume=True) as writer:
+        assert [request.id for request in writer.pending] == ["b"]
+
+
+def test_an_answer_to_no_request_or_a_second_one_is_refused(tmp_path: Path) -> None:
+    requests = make_requests(1)
+    with CompletionWriter(tmp_path / "out.jsonl", requests) as writer:
+        writer.write(answer(requests[0]))
+        with pytest.raises(ValueError, match="answer with id 1 was answered before"):
+            writer.write(answer(requests[0]))
+        with pytest.raises(ValueError, match="answer with id 7 is no request's"):
+            writer.write(answer(requests[0], id=7))
+
+
+def test_the_prompts_are_never_overwritten(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("{}")
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    with pytest.raises(ValueError, match="the answers would overwrite the prompts"):
+        CompletionWriter(tmp_path / "link.jsonl", make_requests(1), prompts_path=prompts)
+    assert prompts.read_text() == "{}"
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    requests = make_requests(2)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    with CompletionWriter(tmp_path / "link.jsonl", requests) as writer:
+        for request in reversed(requests):
+            writer.write(answer(request))
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert read_ids(tmp_path / "out.jsonl") == [1, 2]
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    write, calls = os.write, iter([5, None])
+
+    def write_some(descriptor: int, content: bytes) -> int:
+        num_bytes = next(calls)
+        if num_bytes is None:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, content[:num_bytes])
+
+    with CompletionWriter(path, requests) as writer:
+        writer.write(answer(requests[0]))
+        monkeypatch.setattr("data.prompts.os.write", write_some)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(answer(requests[1]))
+        monkeypatch.undo()
+        assert read_ids(path) == [1]
+        writer.write(answer(requests[1]))
+    assert read_ids(path) == [1, 2]
+
+
+def test_output_may_be_a_device_but_not_resumed() -> None:
+    requests = make_requests(2)
+    with CompletionWriter("/dev/null", requests) as writer:
+        for request in reversed(requests):
+            writer.write(answer(request))
+    with pytest.raises(ValueError, match="cannot resume /dev/null: it is not a regular file"):
+        CompletionWriter("/dev/null", requests, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finish_reason": "eos"}, "finish_reason must be one of .*, got 'eos'"),
+        ({"finish_reason": "error"}, "an `error` text goes with finish_reason error"),
+        ({"error": "x"}, "an `error` text goes with finish_reason error"),
+        ({"logprobs": [None, float("nan")]}, "answer 1: a log-probability is not finite"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        answer(make_requests(1)[0], **changes)
+
+
+def test_text_that_utf8_cannot_hold_still_makes_a_line() -> None:
+    record = answer(make_requests(1)[0], text="lone \udc80 surrogate")
+    assert json.loads(record.to_line())["text"] == "lone \udc80 surrogate"
