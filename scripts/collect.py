@@ -1,0 +1,147 @@
+"""Run a model over a corpus and store what every MLP and attention block saw and did."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loguru import logger
+
+from analysis.results import environment_stamp
+from data.activation_store import ActivationStore, ActivationStoreWriter
+from data.corpora import TokenPiece, iter_documents, parse_corpus, token_pieces
+from data.store_layout import StoreLayout, layout_differences
+from scripts.command_line import progress, run_stage
+from scripts.model_loading import ModelOptions
+from sparse_predictor.collect import ActivationRecorder, Units, collect_documents
+from sparse_predictor.labels import default_definition
+
+# Keeps a batch's activations to a few hundred MB whatever --batch-size says.
+MAX_BATCH_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """Run a model over a corpus and store what every MLP and attention block saw and did."""
+
+    corpus: str
+    """wikitext[:SPLIT], c4[:SPLIT], a .txt, .jsonl or .jsonl.gz file, or self[:SEED]; the training side by default."""
+    output_dir: Path
+    """The activation store; refused if there is one, unless --resume."""
+    max_tokens: int = 262144
+    """Rows to store."""
+    max_document_tokens: int = 2048
+    """Longer documents are cut into consecutive pieces of so many tokens."""
+    units: Units = "both"
+    """mlp, attention or both."""
+    label_format: str = "raw"
+    """raw: activations in float16. packed: one bit a neuron, active or not (which losses on sizes cannot use)."""
+    label_density: float = 0.5
+    """packed, models without exact zeros: the share of neurons called active."""
+    layers: str = "all"
+    """all, or a list such as 0,5-9."""
+    resume: bool = False
+    """Continue a store that was interrupted."""
+
+
+def main(options: Options) -> ActivationStore:
+    """Collect into `output_dir` and return the finished store."""
+    corpus = parse_corpus(options.corpus, side="train")
+    if options.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    loaded = options.load()
+    model, config = loaded.model, loaded.model.config
+    layers = parse_layers(options.layers, config.num_hidden_layers)
+    piece_tokens = min(options.max_document_tokens, config.max_position_embeddings)
+    packed = default_definition(config, options.label_density) if options.label_format == "packed" else None
+    layout = StoreLayout(
+        model=loaded.model_id,
+        config_hash=config.config_hash(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=tuple(layers),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        units=options.units,
+        label_format=options.label_format,
+        definitions={
+            "corpus": corpus.label,
+            "max_tokens": options.max_tokens,
+            "max_document_tokens": piece_tokens,
+            "packed_label": packed.to_manifest() if packed else None,
+        },
+    )
+    if options.resume and (finished := finished_store(options.output_dir, layout)) is not None:
+        logger.info(f"{options.output_dir} is complete: {finished.num_rows} rows, nothing to do")
+        return finished
+    pieces = token_pieces(
+        loaded.tokenizer,
+        iter_documents(
+            options.corpus,
+            side="train",
+            self_writer=loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens),
+        ),
+        max_tokens=options.max_tokens,
+        max_document_tokens=piece_tokens,
+        vocab_size=config.vocab_size,
+    )
+    with (
+        ActivationStoreWriter(
+            options.output_dir,
+            layout,
+            command_line=shlex.join(sys.argv),
+            git_commit=environment_stamp()["commit"],
+            expected_rows=options.max_tokens,
+            resume=options.resume,
+        ) as writer,
+        ActivationRecorder(model, layers, options.units, packed) as recorder,
+        progress((), "collecting", quiet=options.quiet, total=options.max_tokens, unit="tok") as bar,
+    ):
+
+        def new_pieces() -> Iterator[TokenPiece]:
+            for piece in pieces:
+                if writer.skip_document(piece.document_id, piece.token_ids):
+                    bar.update(len(piece.token_ids))
+                else:
+                    yield piece
+
+        for stored in collect_documents(
+            recorder, writer, new_pieces(), batch_size=options.batch_size, max_batch_tokens=MAX_BATCH_TOKENS
+        ):
+            bar.update(stored)
+    store = ActivationStore(options.output_dir)
+    splits = {split: sum(stop - start for start, stop in store.row_ranges(split)) for split in ("train", "validation")}
+    logger.info(
+        f"{options.output_dir}: {store.num_rows} rows of {len(layers)} layers "
+        f"({splits['train']} training, {splits['validation']} validation), "
+        f"{layout.estimate_bytes(store.num_rows) / 2**30:.2f} GiB"
+    )
+    return store
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """`all`, or layer_idx and ranges such as `0,5-9` -> sorted list; ValueError for others and beyond the model."""
+    if text == "all":
+        return list(range(num_layers))
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()) or part.endswith("-"):
+            raise ValueError(f"layers {text!r}: expected all, or a list such as 0,5-9")
+        layers.update(range(int(first), int(last or first) + 1))
+    if not layers or max(layers) >= num_layers:
+        raise ValueError(f"layers {text!r}: this model has layers 0 to {num_layers - 1}")
+    return sorted(layers)
+
+
+def finished_store(directory: Path, layout: StoreLayout) -> ActivationStore | None:
+    """The complete store of this very layout, if it is there."""
+    if not (directory / "manifest.json").is_file():
+        return None
+    store = ActivationStore(directory)
+    return store if store.manifest.complete and not layout_differences(store.layout, layout) else None
+
+
+if __name__ == "__main__":
+    run_stage(main, Options)

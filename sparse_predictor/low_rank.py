@@ -1,0 +1,67 @@
+"""Reduced-rank linear regression in closed form, from sums that are added up chunk by chunk.
+
+    minimise sum over rows ||y - second (first x) - bias||^2,   first [R, D], second [O, R], bias [O]
+
+The optimum projects the full regression onto its R strongest directions in output space (Izenman 1975; Velu &
+Reinsel 1998, chapter 2). Used for the linear stand-in of skipped neurons and to start a predictor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Share of the inputs' mean variance added to the diagonal: a few massive channels make the covariance near singular.
+RIDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class LowRankMap:
+    """x -> second (first x) + bias."""
+
+    first: Tensor  # [R, D]
+    second: Tensor  # [O, R]
+    bias: Tensor  # [O]
+
+
+class RegressionSums:
+    """First and second moments of (x, y) rows, kept in float64."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, device: torch.device | str) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        self.count = 0
+        self.x, self.y, self.yy = zeros(num_inputs), zeros(num_outputs), zeros(num_outputs)
+        self.xx, self.xy = zeros(num_inputs, num_inputs), zeros(num_inputs, num_outputs)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """x [n, D] and y [n, O], float32."""
+        self.count += x.shape[0]
+        self.x += x.sum(0)
+        self.y += y.sum(0)
+        self.yy += y.square().sum(0)
+        self.xx += x.T @ x
+        self.xy += x.T @ y
+
+    def y_variance(self) -> Tensor:
+        """Variance of each output, float64 [O]."""
+        return (self.yy / self.count - (self.y / self.count).square()).clamp_min(1e-12)
+
+    def fit(self, rank: int) -> LowRankMap:
+        """The best map of `rank` (float32). ValueError without rows."""
+        if self.count == 0:
+            raise ValueError("regression without rows")
+        mean_x, mean_y = self.x / self.count, self.y / self.count
+        covariance = self.xx / self.count - torch.outer(mean_x, mean_x)
+        covariance.diagonal().add_(RIDGE * covariance.diagonal().mean().clamp_min(1e-12))
+        cross = self.xy / self.count - torch.outer(mean_x, mean_y)
+        # With C = G G', the fitted outputs' strongest directions are the top singular vectors of G^-1 cross.
+        root = torch.linalg.cholesky(covariance)
+        whitened = torch.linalg.solve_triangular(root, cross, upper=False)  # [D, O]
+        _, vectors = torch.linalg.eigh(whitened @ whitened.T)
+        left = vectors[:, -min(rank, vectors.shape[1]) :].flip(1)  # [D, R], strongest first
+        second = whitened.T @ left  # [O, R]
+        first = torch.linalg.solve_triangular(root.T, left, upper=True)  # [D, R]
+        bias = mean_y - second @ (first.T @ mean_x)
+        return LowRankMap(first.T.float().contiguous(), second.float().contiguous(), bias.float())

@@ -1,0 +1,176 @@
+"""Stage A of training: fit the scores of all layers to stored activations, neurons and heads alike.
+
+Legend: L layers, n rows, D hidden, U units, R rank.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modules.sparsity import num_kept
+from sparse_predictor.labels import LabelDefinition, true_active
+from sparse_predictor.losses import LOSSES, LossTargets, relative_magnitude
+from sparse_predictor.low_rank import RegressionSums
+from sparse_predictor.stack import PredictorStack
+from sparse_predictor.training_data import TrainingBatch, TrainingRows
+
+# Rows that closed-form steps look at; more would not move a regression of a few thousand inputs.
+CLOSED_FORM_ROWS = 32768
+WARMUP_SHARE = 0.05
+FINAL_LEARNING_RATE_SHARE = 0.02
+ADAM_BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """How scores are fitted. `initialisation`: closed_form (reduced-rank regression on magnitudes) or random."""
+
+    loss: str
+    label: LabelDefinition
+    initialisation: str
+    steps: int
+    batch_rows: int
+    learning_rate: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"--loss {self.loss!r}: choose from {', '.join(LOSSES)}")
+        if self.steps < 0 or self.batch_rows < 1 or not self.learning_rate > 0.0:
+            raise ValueError(
+                f"--steps must be at least 0 (got {self.steps}), --batch-rows at least 1 (got {self.batch_rows}), "
+                f"--learning-rate positive (got {self.learning_rate})"
+            )
+
+
+def targets_of(rows: TrainingRows, batch: TrainingBatch, label: LabelDefinition) -> LossTargets:
+    """Labels and contributions of one batch; packed stores bring their own labels."""
+    activations = batch.activations
+    if activations.dtype == torch.bool:
+        return LossTargets(activations, None)
+    contributions = activations.abs()
+    if rows.unit_norms is not None:
+        contributions = contributions * rows.unit_norms[: contributions.shape[0]]
+    if rows.block == "attention":
+        count = num_kept(label.share, contributions.shape[-1])
+        chosen = contributions.topk(count, dim=-1, sorted=False).indices
+        true = torch.zeros_like(contributions, dtype=torch.bool).scatter_(-1, chosen, True)
+        return LossTargets(true, contributions)
+    signed = activations if label.kind == "positive" else contributions
+    return LossTargets(true_active(signed, None, label), contributions)
+
+
+def learning_rate_at(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over the first 5 %, then a cosine down to 2 % of the peak."""
+    warm = min(1.0, (step + 1) / (WARMUP_SHARE * steps + 1.0))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * step / steps))
+    return peak * warm * (FINAL_LEARNING_RATE_SHARE + (1.0 - FINAL_LEARNING_RATE_SHARE) * cosine)
+
+
+@torch.no_grad()
+def initialise_closed_form(stack: PredictorStack, rows: TrainingRows) -> None:
+    """Start every layer at the best low-rank regression of the relative magnitudes: no gradient step needed.
+
+    Both factors are scaled to unit variance, so that one learning rate suits all layers.
+    """
+    sample = rows.sample("train", CLOSED_FORM_ROWS)
+    for index in range(stack.num_layers):
+        sums = RegressionSums(stack.first.shape[2], stack.second.shape[1], stack.first.device)
+        for block in sample:
+            batch = rows.layer_rows(index, [block])
+            contributions = batch.activations[0].abs().float()
+            if rows.unit_norms is not None:
+                contributions = contributions * rows.unit_norms[index]
+            sums.add(batch.inputs[0], relative_magnitude(contributions))
+        fitted = sums.fit(stack.first.shape[1])
+        spread = (sums.y_variance().mean()).sqrt().float()
+        stack.first[index].zero_()
+        stack.second[index].zero_()
+        rank = fitted.first.shape[0]  # fewer than asked for where the block has fewer units
+        stack.first[index, :rank] = fitted.first
+        stack.second[index, :, :rank] = fitted.second / spread
+        stack.bias[index] = fitted.bias / spread
+
+
+def fit_scores(
+    stack: PredictorStack,
+    rows: TrainingRows,
+    options: FitOptions,
+    *,
+    state_path: Path,
+    on_step: Callable[[int, float], None] | None = None,
+    save_every: int = 200,
+) -> list[float]:
+    """Train `stack` in place; returns the last recorded loss of each layer.
+
+    Every `save_every` steps the state goes to `state_path`; a state of the same options found there is continued, to
+    the same result as an uninterrupted run.
+    """
+    fingerprint = {**asdict(options), "layers": rows.layers, "rows": rows.store.num_rows, "block": rows.block}
+    if options.initialisation == "closed_form":
+        initialise_closed_form(stack, rows)
+    elif options.initialisation != "random":
+        raise ValueError(f"--initialisation {options.initialisation!r}: choose closed_form or random")
+    parameters = [stack.first, stack.second, stack.bias]
+    optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
+    done, losses = _resume(state_path, fingerprint, stack, optimizer)
+    loss_function = LOSSES[options.loss]
+    batches = rows.batches("train", options.batch_rows, seed=options.seed, skip=done)
+    for step in range(done, options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, options.steps, options.learning_rate)
+        batch = rows.load(next(batches))
+        with torch.no_grad():
+            targets = targets_of(rows, batch, options.label)
+        per_layer = loss_function(stack.scores(batch.inputs), targets)
+        if not bool(per_layer.isfinite().all()):
+            bad = [rows.layers[i] for i in (~per_layer.isfinite()).nonzero().flatten().tolist()]
+            raise ValueError(f"training {rows.block}: the loss of layers {bad} is not finite at step {step}")
+        optimizer.zero_grad(set_to_none=True)
+        per_layer.sum().backward()  # layers share no parameter, so a sum trains each on its own
+        optimizer.step()
+        losses = per_layer.tolist()
+        if on_step is not None:
+            on_step(step, sum(losses) / len(losses))
+        if (step + 1) % save_every == 0:
+            _save_state(state_path, fingerprint, stack, optimizer, step + 1, losses)
+    return losses
+
+
+def _save_state(
+    path: Path,
+    fingerprint: dict[str, Any],
+    stack: PredictorStack,
+    optimizer: torch.optim.Optimizer,
+    done: int,
+    losses: list[float],
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    state = {
+        "fingerprint": fingerprint,
+        "stack": stack.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "done": done,
+        "losses": losses,
+    }
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def _resume(
+    path: Path, fingerprint: dict[str, Any], stack: PredictorStack, optimizer: torch.optim.Optimizer
+) -> tuple[int, list[float]]:
+    if not path.is_file():
+        return 0, []
+    state = torch.load(path, map_location=stack.first.device, weights_only=True)
+    if state["fingerprint"] != fingerprint:
+        return 0, []
+    stack.load_state_dict(state["stack"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["done"], state["losses"]
