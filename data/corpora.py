@@ -81,9 +81,7 @@ def parse_corpus(spec: str, *, side: Side) -> Corpus:
         hub = HUB_CORPORA[name]
         split = argument or hub.default_split[side]
         if split not in hub.splits:
-            raise ValueError(
-                f"corpus {spec!r}: {name} has no split {split!r}; choose {', '.join(hub.splits)}"
-            )
+            raise ValueError(f"corpus {spec!r}: {name} has no split {split!r}; choose {', '.join(hub.splits)}")
         return Corpus(kind=name, side=side, split=split)
     if name == "self":
         if argument and not (argument.isascii() and argument.isdigit()):
@@ -109,9 +107,7 @@ def iter_documents(spec: str, *, side: Side, self_writer: SelfWriter | None = No
     """
     corpus = parse_corpus(spec, side=side)
     if corpus.kind == "self" and self_writer is None:
-        raise ValueError(
-            f"corpus {spec!r} is written by the model itself, and no model was given to write it"
-        )
+        raise ValueError(f"corpus {spec!r} is written by the model itself, and no model was given to write it")
     return _numbered(corpus, spec, self_writer)
 
 
@@ -150,25 +146,19 @@ def _contents(corpus: Corpus, self_writer: SelfWriter | None) -> Iterator[Sequen
 def _line_content(record: dict[str, Any], where: str) -> Sequence[int] | str:
     if "token_ids" in record:
         if "text" in record or "prompt" in record:
-            raise ValueError(
-                f"{where}: both `token_ids` and text; keep one (ids belong to one tokenizer only)"
-            )
+            raise ValueError(f"{where}: both `token_ids` and text; keep one (ids belong to one tokenizer only)")
         return check_token_ids(record["token_ids"], where, "token_ids")
     for key in ("text", "prompt"):
         if key in record:
             if not isinstance(record[key], str):
                 raise ValueError(f"{where}: `{key}` must be a string, got {type(record[key]).__name__}")
             return record[key]
-    raise ValueError(
-        f"{where}: no `text`, `prompt` or `token_ids`; its keys are {', '.join(record) or 'none'}"
-    )
+    raise ValueError(f"{where}: no `text`, `prompt` or `token_ids`; its keys are {', '.join(record) or 'none'}")
 
 
 def _text_lines(path: Path) -> Iterator[str]:
     try:
-        with open(
-            path, encoding="utf-8", newline=""
-        ) as file:  # newline="": line ends stay as they are in the file
+        with open(path, encoding="utf-8", newline="") as file:  # newline="": line ends stay as they are in the file
             yield from file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from error
@@ -226,15 +216,12 @@ def token_pieces(
     prefix, suffix = _special_tokens(tokenizer) if tokenizer is not None else ([], [])
     if max_document_tokens is not None and max_document_tokens <= len(prefix):
         raise ValueError(
-            f"max_document_tokens must exceed the {len(prefix)} tokens that begin every text, "
-            f"got {max_document_tokens}"
+            f"max_document_tokens must exceed the {len(prefix)} tokens that begin every text, got {max_document_tokens}"
         )
     return _pieces(tokenizer, documents, prefix, suffix, max_tokens, max_document_tokens, vocab_size)
 
 
-def token_documents(
-    tokenizer: Any, documents: Iterable[Document], **limits: int | None
-) -> Iterator[list[int]]:
+def token_documents(tokenizer: Any, documents: Iterable[Document], **limits: int | None) -> Iterator[list[int]]:
     """The token ids of `token_pieces` (same limits), without the documents they come from."""
     return (piece.token_ids for piece in token_pieces(tokenizer, documents, **limits))
 
@@ -276,13 +263,9 @@ def _head_and_body(
             return prefix, token_ids[len(prefix) :]
         return [], token_ids
     if tokenizer is None:
-        raise ValueError(
-            f"document {document.document_id} is text, and the model has no tokenizer to read it with"
-        )
+        raise ValueError(f"document {document.document_id} is text, and the model has no tokenizer to read it with")
     # verbose=False: a text longer than the context is expected here, and cut just below
-    return prefix, list(
-        tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-    ) + suffix
+    return prefix, list(tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]) + suffix
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -61,19 +61,14 @@ class CompletionRecord:
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"finish_reason must be one of {FINISH_REASONS}, got {self.finish_reason!r}")
         if (self.finish_reason == "error") != (self.error is not None):
-            raise ValueError(
-                f"answer {self.id!r}: an `error` text goes with finish_reason error, and only with it"
-            )
+            raise ValueError(f"answer {self.id!r}: an `error` text goes with finish_reason error, and only with it")
         if not all(value is None or math.isfinite(value) for value in self.logprobs):
             raise ValueError(f"answer {self.id!r}: a log-probability is not finite")
 
     def to_line(self) -> bytes:
         """The record as one line of UTF-8 JSON, line end included."""
         record = {field.name: getattr(self, field.name) for field in fields(self)}
-        return (
-            json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-            + b"\n"
-        )
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def check_option(name: str, value: Any, where: str) -> Any:
@@ -114,9 +109,7 @@ def read_prompts(path: str | Path) -> list[PromptRequest]:
         request = _parse_request(record, line_number, where)
         first = lines.setdefault(str(request.id), line_number)
         if first != line_number:
-            raise ValueError(
-                f"{where}: `id` {request.id!r} is already that of line {first} (default: the line number)"
-            )
+            raise ValueError(f"{where}: `id` {request.id!r} is already that of line {first} (default: the line number)")
         requests.append(request)
     if not requests:
         raise ValueError(f"{path} holds no prompts")

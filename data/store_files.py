@@ -129,9 +129,7 @@ def check_files(directory: Path, layouts: Mapping[str, FileLayout], num_rows: in
             )
     extra = sorted({path.name for path in directory.glob("*.mmap")} - set(layouts))
     if extra:
-        raise ValueError(
-            f"{directory / extra[0]} does not belong to the store: its manifest does not list it"
-        )
+        raise ValueError(f"{directory / extra[0]} does not belong to the store: its manifest does not list it")
 
 
 def check_free_space(directory: Path, layout: StoreLayout, num_rows: int, num_stored_rows: int = 0) -> None:

@@ -142,10 +142,7 @@ def split_documents(document_ids: Iterable[str]) -> dict[str, str]:
     """
     ranked = sorted(set(document_ids), key=lambda document_id: hashlib.sha256(document_id.encode()).digest())
     num_validation = max(1, math.floor(VALIDATION_SHARE * len(ranked) + 0.5)) if len(ranked) > 1 else 0
-    return {
-        document_id: "validation" if rank < num_validation else "train"
-        for rank, document_id in enumerate(ranked)
-    }
+    return {document_id: "validation" if rank < num_validation else "train" for rank, document_id in enumerate(ranked)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +160,7 @@ class StoreManifest:
     def file_shapes(self) -> dict[str, dict[str, Any]]:
         """dtype and shape of each data file's valid part."""
         return {
-            name: {"dtype": file.dtype, "shape": file.shape(self.num_rows)}
-            for name, file in self.layout.files.items()
+            name: {"dtype": file.dtype, "shape": file.shape(self.num_rows)} for name, file in self.layout.files.items()
         }
 
     def to_json(self) -> str:
@@ -217,8 +213,7 @@ class StoreManifest:
         for name in sorted(expected.keys() | listed.keys()):
             if expected.get(name) != listed.get(name):
                 raise ValueError(
-                    f"{path}: {name} should be {expected.get(name)} by the layout, "
-                    f"the manifest says {listed.get(name)}"
+                    f"{path}: {name} should be {expected.get(name)} by the layout, the manifest says {listed.get(name)}"
                 )
         manifest.check_documents(path)
         return manifest

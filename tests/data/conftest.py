@@ -74,9 +74,7 @@ class CharacterTokenizer:
     def __init__(self, prefix: tuple[int, ...] = (), suffix: tuple[int, ...] = ()) -> None:
         self.prefix, self.suffix = prefix, suffix
 
-    def __call__(
-        self, text: str, add_special_tokens: bool = True, verbose: bool = True
-    ) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
         token_ids = [ord(character) for character in text]
         if add_special_tokens:
             token_ids = [*self.prefix, *token_ids, *self.suffix]

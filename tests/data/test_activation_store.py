@@ -209,9 +209,7 @@ def test_a_genuine_eos_stays_a_row(
     assert ActivationStore(tmp_path).token_ids.tolist() == token_ids.tolist()
 
 
-def test_a_store_without_documents_is_read_as_empty(
-    tmp_path: Path, make_layout: Callable[..., StoreLayout]
-) -> None:
+def test_a_store_without_documents_is_read_as_empty(tmp_path: Path, make_layout: Callable[..., StoreLayout]) -> None:
     ActivationStoreWriter(tmp_path, make_layout()).close()
     store = ActivationStore(tmp_path)
     assert store.num_rows == 0

@@ -114,9 +114,7 @@ def test_kill_minus_nine_then_resume_equals_a_run_that_was_never_killed(
     root = str(Path(__file__).parents[2])
 
     def start(name: str, num_documents: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path / name), str(num_documents)], cwd=root
-        )
+        return subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / name), str(num_documents)], cwd=root)
 
     child = start("killed", 100_000)
     manifest, deadline = tmp_path / "killed" / "manifest.json", time.monotonic() + 30
@@ -262,9 +260,7 @@ def test_a_batch_becomes_valid_as_a_whole(
     assert ActivationStore(tmp_path).num_rows == 8
 
 
-def test_one_process_at_a_time_writes_a_store(
-    tmp_path: Path, make_layout: Callable[..., StoreLayout]
-) -> None:
+def test_one_process_at_a_time_writes_a_store(tmp_path: Path, make_layout: Callable[..., StoreLayout]) -> None:
     writer = ActivationStoreWriter(tmp_path, make_layout())
     with pytest.raises(BlockingIOError, match="another process is writing to"):
         ActivationStoreWriter(tmp_path, make_layout(), resume=True)

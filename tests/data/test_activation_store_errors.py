@@ -121,9 +121,7 @@ def test_asking_for_what_is_not_stored_names_what_is(
 def test_a_store_is_never_overwritten_or_mixed(store_dir: Path, make_layout: Layout) -> None:
     with pytest.raises(FileExistsError, match="already holds an activation store: give --resume"):
         ActivationStoreWriter(store_dir, make_layout())
-    with pytest.raises(
-        ValueError, match="cannot resume .*: config_hash is '0123abcd' in the store, 'ff' now"
-    ):
+    with pytest.raises(ValueError, match="cannot resume .*: config_hash is '0123abcd' in the store, 'ff' now"):
         ActivationStoreWriter(store_dir, make_layout(config_hash="ff"), resume=True)
     with pytest.raises(ValueError, match="corpus is 'self:0' in the store, 'c4:train' now"):
         ActivationStoreWriter(store_dir, make_layout(definitions={"corpus": "c4:train"}), resume=True)
@@ -170,9 +168,7 @@ def test_a_value_that_float16_cannot_hold_names_its_layer_and_writes_nothing(
     np.testing.assert_array_equal(store.att_x(10)[2:], make_document(layout, "2", 2)[1][10]["att_x"])
 
 
-def test_the_largest_float16_values_are_kept(
-    tmp_path: Path, make_layout: Layout, make_document: MakeDocument
-) -> None:
+def test_the_largest_float16_values_are_kept(tmp_path: Path, make_layout: Layout, make_document: MakeDocument) -> None:
     layout = make_layout(layers=(0,))
     token_ids, activations = make_document(layout, "0", 2)
     activations[0]["mlp_x"][0, :2] = [65504, -65504]

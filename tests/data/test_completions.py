@@ -118,9 +118,7 @@ def test_resuming_keeps_failed_answers_and_starts_where_there_is_no_file(tmp_pat
         ("{}\n", "line 2: cannot resume, `id` None belongs to no prompt"),
     ],
 )
-def test_a_file_of_other_answers_is_neither_resumed_nor_touched(
-    tmp_path: Path, line: str, message: str
-) -> None:
+def test_a_file_of_other_answers_is_neither_resumed_nor_touched(tmp_path: Path, line: str, message: str) -> None:
     path, requests = tmp_path / "out.jsonl", make_requests(2)
     path.write_text('{"id": 1, "prompt": "prompt 1"}\n' + line + '{"half')
     before = path.read_bytes()

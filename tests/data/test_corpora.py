@@ -230,9 +230,7 @@ def test_self_is_written_from_the_seed_of_the_side_and_keeps_its_token_ids() -> 
 
 
 def test_self_without_a_model_says_so() -> None:
-    with pytest.raises(
-        ValueError, match="corpus 'self:3' is written by the model itself, and no model was given"
-    ):
+    with pytest.raises(ValueError, match="corpus 'self:3' is written by the model itself, and no model was given"):
         iter_documents("self:3", side="train")
 
 

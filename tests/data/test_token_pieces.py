@@ -44,9 +44,7 @@ def test_without_a_limit_a_document_is_tokenised_as_the_tokenizer_alone_would(
     make_tokenizer: Callable[..., Any],
 ) -> None:
     for tokenizer in (make_tokenizer(), make_tokenizer((BOS,)), make_tokenizer((BOS, 3), (EOS,))):
-        assert list(token_documents(tokenizer, as_documents(["abc" * 50]))) == [
-            tokenizer("abc" * 50)["input_ids"]
-        ]
+        assert list(token_documents(tokenizer, as_documents(["abc" * 50]))) == [tokenizer("abc" * 50)["input_ids"]]
 
 
 @given(

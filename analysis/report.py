@@ -1,0 +1,121 @@
+"""One self-contained HTML page of a set of records: tables, plots (embedded), definitions, environment."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+
+from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
+
+from analysis.plots import all_figures
+from analysis.results import Record
+from analysis.tables import all_tables, environment_lines, section_title
+
+DEFINITIONS = (
+    "A unit is an MLP neuron or an attention head; density is the share of units that are active, and 1.0 "
+    "is the dense model. Every method but dense chooses its units a token: oracle from the true outputs "
+    "(a bound, no gain in speed), predictor from a small trained network, cats by the gate's size, teal "
+    "by thinning out the matrices' inputs, static always the most frequent ones, random blindly. Ratio to "
+    "dense is ours over dense: above 1 is worse for perplexity and better for speed. Recall is the share "
+    "of the truly active units that were predicted, precision the share of the predicted units that were "
+    "truly active, both pooled over tokens; neither means much without the density beside it, since "
+    "predicting everything active has recall 1. MLP bytes read are a share of dense and include what the "
+    "predictor itself reads. Phase says which tokens ran sparsely: decode (the prompt stays dense) or all "
+    "(every scored token selects for itself, as it would when decoded)."
+)
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+  :root { color-scheme: light; }
+  body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
+         max-width: 62rem; margin: 0 auto; padding: 1rem; }
+  h1 { font-size: 1.5rem; margin: .5rem 0; }
+  h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ddd; }
+  h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
+  .scroll { overflow-x: auto; }
+  table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+  th, td { padding: .25rem .6rem; border-bottom: 1px solid #e3e3e3; text-align: left; white-space: nowrap; }
+  th { border-bottom: 2px solid #999; vertical-align: bottom; white-space: normal; }
+  .number { text-align: right; }
+  .caption, footer { color: #555; font-size: .85rem; }
+  figure { margin: 1.2rem 0; }
+  figcaption { font-weight: 600; font-size: .95rem; }
+  img { max-width: 100%; height: auto; }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p class="caption">{{ num_records }} result records. {{ environments | join("; ") }}.</p>
+{% for name, tables in sections.items() %}
+<h2>{{ section_title(name) }}</h2>
+{% for table in tables %}
+{% if table.title != name %}<h3>{{ table.title }}</h3>{% endif %}
+{% set numeric = table.numeric_columns() %}
+<div class="scroll"><table>
+<thead><tr>
+{% for column in table.columns %}
+<th{% if numeric[loop.index0] %} class="number"{% endif %}>{{ column }}</th>
+{% endfor %}
+</tr></thead>
+<tbody>
+{% for row in table.rows %}
+<tr>
+{% for cell in row %}
+<td{% if numeric[loop.index0] %} class="number"{% endif %}>{{ cell }}</td>
+{% endfor %}
+</tr>
+{% endfor %}
+</tbody></table></div>
+{% if table.caption %}<p class="caption">{{ table.caption }}</p>{% endif %}
+{% endfor %}
+{% endfor %}
+{% if images %}<h2>Plots</h2>{% endif %}
+{% for caption, image in images.items() %}
+<figure><figcaption>{{ caption }}</figcaption>
+<img alt="{{ caption }}" src="data:image/png;base64,{{ image }}"></figure>
+{% endfor %}
+<h2>Definitions</h2>
+<p>{{ definitions }}</p>
+<h2>Environment</h2>
+<ul>{% for line in environments %}<li>{{ line }}</li>{% endfor %}</ul>
+</body>
+</html>
+"""
+
+
+def build_report(
+    records: Sequence[Record],
+    *,
+    title: str = "dejavu-lab report",
+    figures: Mapping[str, Figure] | None = None,
+) -> str:
+    """Returns the page as HTML that refers to nothing outside itself; everything from records is escaped.
+
+    `figures` (by caption) defaults to all that the records can fill.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(PAGE).render(
+        title=title,
+        num_records=len(records),
+        sections=all_tables(records),
+        section_title=section_title,
+        environments=environment_lines(records),
+        definitions=DEFINITIONS,
+        images={
+            caption: _base64_png(figure)
+            for caption, figure in (all_figures(records) if figures is None else figures).items()
+        },
+    )
+
+
+def _base64_png(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -1,0 +1,244 @@
+"""Result records: one JSON object a line, each with the environment it was measured in.
+
+A record says what was measured (`name`, `metric`, `value`, `unit`), under which conditions (`labels`),
+against what (`baseline`, `ratio`), and where (`environment`). Further top-level keys are allowed and kept:
+`achieved` (densities, sparse calls, bytes read), `quality` (recall and precision), `timing`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Label = str | int | float | bool | None
+
+REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
+OPTIONAL_KEYS = ("baseline", "ratio", "share_of_ceiling")
+
+
+def make_record(
+    name: str,
+    labels: Mapping[str, Label],
+    metric: str,
+    value: float,
+    unit: str,
+    *,
+    baseline: Mapping[str, Any] | None = None,
+    ratio: float | None = None,
+    share_of_ceiling: float | None = None,
+    environment: Mapping[str, Any] | None = None,
+    **extras: Any,
+) -> Record:
+    """Returns a valid record; raises ValueError for one that `read_records` would refuse.
+
+    `baseline` is `{"name": ..., "value": ...}`. `ratio` defaults to value / baseline value: ours over dense
+    for a perplexity, above 1 where we are faster for a speed; for a time, pass its inverse.
+    `environment` defaults to `environment_stamp()`. NumPy scalars and arrays become plain numbers and lists.
+    """
+    if ratio is None and baseline is not None and baseline.get("value"):
+        ratio = value / baseline["value"]
+    record: Record = {
+        "name": name,
+        "labels": dict(labels),
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "baseline": None if baseline is None else dict(baseline),
+        "ratio": ratio,
+        "share_of_ceiling": share_of_ceiling,
+        "environment": dict(environment if environment is not None else environment_stamp()),
+        **extras,
+    }
+    # Through JSON and back: what is returned equals what will be read, NumPy scalars and tuples included.
+    record = json.loads(_encode(record))
+    validate_record(record)
+    return record
+
+
+def _encode(record: Record) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, default=_plain)
+    except TypeError as error:
+        raise ValueError(f"the record cannot be written as JSON: {error}") from error
+
+
+def validate_record(record: object) -> None:
+    """Raises ValueError naming the first key that is missing or of the wrong kind."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a record is a JSON object, not {type(record).__name__}")
+    missing = [key for key in REQUIRED_KEYS if key not in record]
+    if missing:
+        raise ValueError(f"the record lacks {', '.join(map(repr, missing))}")
+    for key in ("name", "metric", "unit"):
+        if not isinstance(record[key], str) or (key != "unit" and not record[key]):
+            raise ValueError(f"{key!r} must be a non-empty string, not {record[key]!r}")
+    for key in ("labels", "environment"):
+        if not isinstance(record[key], dict):
+            raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
+    for label, setting in record["labels"].items():
+        if not isinstance(setting, (str, int, float, bool, type(None))):
+            raise ValueError(f"label {label!r} must be a string, a number, a boolean or null, not {setting!r}")
+    _require_number("value", record["value"])
+    for key in ("ratio", "share_of_ceiling"):
+        if record.get(key) is not None:
+            _require_number(key, record[key])
+    baseline = record.get("baseline")
+    if baseline is not None:
+        if not isinstance(baseline, dict) or not isinstance(baseline.get("name"), str):
+            raise ValueError(f"'baseline' must be null or have a 'name' and a 'value', not {baseline!r}")
+        _require_number("baseline value", baseline.get("value"))
+    for key in ("achieved", "quality"):
+        if record.get(key) is not None and not isinstance(record[key], dict):
+            raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
+
+
+def _require_number(name: str, value: object) -> None:
+    # A perplexity can overflow to infinity and still be a result; NaN is always a fault.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError(f"{name!r} must be a number that is not NaN, not {value!r}")
+
+
+def append_record(path: str | os.PathLike[str], record: Record) -> None:
+    """Appends one line under a lock, so that writers may share a file; creates file and folders.
+
+    A last line that an earlier crash left unfinished is cut off first.
+    """
+    validate_record(record)
+    line = (_encode(record) + "\n").encode()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _mend_last_line(file)
+        if file.write(line) != len(line):
+            raise OSError(f"{path}: the record was written only in part (is the disk full?)")
+        os.fsync(file.fileno())
+
+
+def _plain(value: object) -> object:
+    """NumPy and torch scalars and arrays as plain Python, for JSON."""
+    for method in ("tolist", "item"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
+
+
+def _mend_last_line(file: io.FileIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    content = file.readall()
+    last_line = content[content.rfind(b"\n") + 1 :]
+    try:
+        validate_record(json.loads(last_line))
+    except ValueError:
+        file.truncate(size - len(last_line))
+    else:  # a whole record, which only lacks its line end
+        file.write(b"\n")
+
+
+def read_records(*paths: str | os.PathLike[str]) -> list[Record]:
+    """Returns the records of all files in order.
+
+    Raises FileNotFoundError for a missing file, and ValueError for an empty file or, naming its number, for a
+    line that is not JSON or not a valid record.
+    """
+    records: list[Record] = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file of result records (scripts.evaluate --output writes one)")
+        num_before = len(records)
+        for line_number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                validate_record(record)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {line_number}: not a result record: {error}") from error
+            records.append(record)
+        if len(records) == num_before:
+            raise ValueError(f"{path}: holds no result records")
+    return records
+
+
+def environment_stamp() -> dict[str, Any]:
+    """Where and with what a number is measured; what cannot be found out (no GPU, no git) is None."""
+    return {**_fixed_environment(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+@cache
+def _fixed_environment() -> dict[str, Any]:
+    import torch  # here, since reading records must not cost the import
+
+    has_gpu = torch.cuda.is_available()
+    status = _output_of(["git", "status", "--porcelain"])
+    return {
+        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
+        "num_devices": torch.cuda.device_count() if has_gpu else 0,
+        "driver": _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "transformers": _version_of("transformers"),
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "num_cores": _num_usable_cores(),
+        "num_threads": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "commit": _first_line(["git", "rev-parse", "HEAD"]),
+        "dirty": None if status is None else bool(status.strip()),
+    }
+
+
+def _output_of(command: Sequence[str]) -> str | None:
+    """What the command prints, run in this checkout; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _first_line(command: Sequence[str]) -> str | None:
+    return next(iter((_output_of(command) or "").splitlines()), None)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _num_usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

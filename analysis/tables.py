@@ -1,0 +1,216 @@
+"""Which tables there are of a set of records, and where they go: a page, or the README's snippets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from analysis.comparison import QUALITY_NAMES, Comparison, compare, group_by_task, latest_records
+from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
+from analysis.results import Record
+
+# Where all heads are active throughout, their densities are not worth two columns.
+NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
+
+
+def main_tables(records: Sequence[Record]) -> list[Table]:
+    """One table for each (model, task, metric): density × method with quality, selection, bytes and speed."""
+    tables = []
+    for (model, task, metric), rows in group_by_task(compare(records)).items():
+        shown = [
+            (heading, cell)
+            for heading, cell in _main_columns(metric)
+            if heading in ("MLP density", "method", metric) or not {cell(row) for row in rows} <= NOTHING_TO_SHOW
+        ]
+        tables.append(
+            Table(
+                title=f"{model}, {task}",
+                columns=tuple(heading for heading, _ in shown),
+                rows=tuple(tuple(cell(row) for _, cell in shown) for row in rows),
+                caption=_caption([row.labels for row in rows]),
+            )
+        )
+    return tables
+
+
+def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
+    return [
+        ("MLP density", lambda row: format_number(row.mlp_density)),
+        ("head density", lambda row: format_number(row.head_density)),
+        ("method", lambda row: row.variant),
+        (metric, lambda row: format_number(row.value)),
+        ("ratio to dense", lambda row: format_ratio(row.ratio)),
+        ("recall", lambda row: format_share(row.recall)),
+        ("precision", lambda row: format_share(row.precision)),
+        ("achieved MLP density", lambda row: format_share(row.achieved_mlp_density)),
+        ("achieved head density", lambda row: format_share(row.achieved_head_density)),
+        ("MLP bytes read", lambda row: format_share(row.bytes_read_share)),
+        ("tokens/s dense", lambda row: format_number(row.dense_tokens_per_s)),
+        (
+            "tokens/s sparse",
+            lambda row: EMPTY_CELL if row.method == "dense" else format_number(row.tokens_per_s),
+        ),
+        ("phase", lambda row: row.phase or EMPTY_CELL),
+    ]
+
+
+def _caption(labels: Sequence[Mapping[str, Any]]) -> str:
+    """The conditions that all rows share and no column shows."""
+    names = ("window", "stride", "num_tokens", "batch_size", "dtype", "weights", "seed")
+    shared = []
+    for name in names:
+        settings = {json.dumps(each[name]) for each in labels if each.get(name) is not None}
+        if len(settings) == 1:
+            shared.append(f"{name.replace('_', ' ')} {json.loads(settings.pop())}")
+    return ", ".join(shared)
+
+
+def record_table(records: Sequence[Record], name: str) -> Table:
+    """All records of one name: a column for each label that varies, the other labels in the caption."""
+    chosen = [record for record in latest_records(records) if record["name"] == name]
+    if not chosen:
+        names = sorted({record["name"] for record in records})
+        raise ValueError(f"no record is named {name!r}; there are {', '.join(names) or 'none'}")
+    label_names = list(dict.fromkeys(label for record in chosen for label in record["labels"]))
+    varying = [
+        label for label in label_names if len({json.dumps(record["labels"].get(label)) for record in chosen}) > 1
+    ]
+    constant = [label for label in label_names if label not in varying]
+    columns = [*varying, "metric", "value", "unit", "baseline", "baseline value", "ratio", "share of ceiling"]
+    rows = []
+    for record in chosen:
+        baseline = record.get("baseline") or {}
+        rows.append(
+            (
+                *(format_cell(record["labels"].get(label)) for label in varying),
+                record["metric"],
+                format_number(record["value"]),
+                record["unit"],
+                baseline.get("name", EMPTY_CELL),
+                format_number(baseline.get("value")),
+                format_ratio(record.get("ratio")),
+                format_share(record.get("share_of_ceiling")),
+            )
+        )
+    used = [i for i, _ in enumerate(columns) if i <= len(varying) + 1 or any(row[i] != EMPTY_CELL for row in rows)]
+    return Table(
+        title=name,
+        columns=tuple(columns[i] for i in used),
+        rows=tuple(tuple(row[i] or EMPTY_CELL for i in used) for row in rows),
+        caption=", ".join(f"{label} {format_cell(chosen[0]['labels'][label])}" for label in constant),
+    )
+
+
+def pivot(
+    records: Sequence[Record],
+    *,
+    rows: Sequence[str],
+    columns: str,
+    value: Callable[[Record], float | None] = lambda record: record["value"],
+    title: str = "",
+) -> Table:
+    """A cross table: a line for each combination of the labels `rows`, a column for each value of `columns`.
+
+    Where several records fall into one cell, the last counts; `value` picks the number (the ratio, say).
+    """
+    cells: dict[tuple[Any, ...], dict[Any, float | None]] = {}
+    headings: dict[Any, None] = {}
+    for record in records:
+        labels = record["labels"]
+        heading = labels.get(columns)
+        headings[heading] = None
+        cells.setdefault(tuple(labels.get(name) for name in rows), {})[heading] = value(record)
+    ordered = sorted(headings, key=lambda heading: (isinstance(heading, str), heading is None, heading or 0))
+    return Table(
+        title=title,
+        columns=(*rows, *(f"{columns} {format_cell(heading)}" for heading in ordered)),
+        rows=tuple(
+            (*map(format_cell, key), *(format_number(found.get(heading)) for heading in ordered))
+            for key, found in cells.items()
+        ),
+    )
+
+
+def environment_lines(records: Sequence[Record]) -> list[str]:
+    """One line for each distinct environment, with the span of its dates."""
+    dates: dict[str, list[str]] = {}
+    for record in records:
+        stamp = record["environment"]
+        device = stamp.get("device") or "unknown device"
+        if device == "cpu":
+            parts = [f"{stamp.get('cpu')}, {stamp.get('num_cores')} cores"]
+        else:
+            parts = [f"{stamp.get('num_devices', 1)} × {device}", f"driver {stamp.get('driver')}"]
+        parts += [f"{name} {stamp[name]}" for name in ("torch", "triton", "python") if stamp.get(name)]
+        if stamp.get("commit"):
+            parts.append(f"commit {stamp['commit'][:12]}" + (" with local changes" if stamp.get("dirty") else ""))
+        dates.setdefault(", ".join(parts), []).append(str(stamp.get("date", ""))[:10])
+    return [
+        f"{line}; {' to '.join(dict.fromkeys([min(days), max(days)]))}" if any(days) else line
+        for line, days in dates.items()
+    ]
+
+
+def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
+    """Tables by snippet name: `main` (all quality tables), and one for every other name of record."""
+    tables = {"main": main_tables(records)} if any(record["name"] in QUALITY_NAMES for record in records) else {}
+    for name in dict.fromkeys(record["name"] for record in records):
+        if name not in QUALITY_NAMES:
+            tables[name] = [record_table(records, name)]
+    return tables
+
+
+def section_title(name: str) -> str:
+    return "Quality and speed" if name == "main" else name
+
+
+def summary_markdown(records: Sequence[Record]) -> str:
+    """All tables and the environments as one Markdown page."""
+    parts = ["# Results"]
+    for name, tables in all_tables(records).items():
+        parts.append(f"## {section_title(name)}")
+        for table in tables:
+            parts.append(replace(table, title="" if table.title == name else table.title).to_markdown())
+    parts += ["## Measured on", "\n".join(f"- {line}" for line in environment_lines(records))]
+    return "\n\n".join(parts) + "\n"
+
+
+def replace_snippets(text: str, snippets: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Replaces what stands between `<!-- table:NAME -->` and `<!-- /table:NAME -->`, for NAMEs in `snippets`.
+
+    Returns the new text and the names replaced; raises ValueError for a marker that is not closed.
+    """
+    opened = re.findall(r"<!-- table:([\w-]+) -->", text)
+    replaced = []
+    for name in dict.fromkeys(opened):
+        begin, end = f"<!-- table:{name} -->", f"<!-- /table:{name} -->"
+        if text.count(end) != 1 or text.count(begin) != 1 or text.index(end) < text.index(begin):
+            raise ValueError(f"there must be one {begin} and one {end} after it")
+        if name in snippets:
+            before, after = text.split(begin)[0], text.split(end)[1]
+            text = f"{before}{begin}\n{snippets[name].strip()}\n{end}{after}"
+            replaced.append(name)
+    return text, replaced
+
+
+def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> list[str]:
+    """Rewrites the tables between the markers of a Markdown file from records; returns their names."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
+    measured = "Measured on " + "; ".join(environment_lines(records)) + "."
+    snippets = {
+        name: "\n\n".join([*(table.to_markdown() for table in tables), measured])
+        for name, tables in all_tables(records).items()
+    }
+    text, replaced = replace_snippets(path.read_text(encoding="utf-8"), snippets)
+    if not replaced:
+        markers = ", ".join(f"<!-- table:{name} -->" for name in snippets)
+        raise ValueError(f"{path}: has none of the markers {markers}")
+    path.write_text(text, encoding="utf-8")
+    return replaced

@@ -1,0 +1,1 @@
+"""Benchmarks: each asserts closeness to a reference, then times it with scripts.benchmark.timing."""

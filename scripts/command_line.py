@@ -1,0 +1,108 @@
+"""What every entry point shares: flags from a dataclass, errors as one line, logging and progress bars."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import tyro
+from loguru import logger
+from tqdm import tqdm
+
+Options = TypeVar("Options")
+Item = TypeVar("Item")
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+OUTPUT_CLOSED = 141
+
+
+def run_stage(
+    main: Callable[[Options], object], options_class: type[Options], args: Sequence[str] | None = None
+) -> None:
+    """Runs `main(options)`, where the options come from the command line (or `args`).
+
+    A field `mlp_density` is the flag `--mlp-density`; a boolean that is false by default is a flag without a
+    value; an unknown flag exits with code 2. A ValueError or an OSError (bad flags, bad files) is one line on
+    stderr and exit code 2, its traceback shown with LOGURU_LEVEL=DEBUG only. Any other exception is a fault
+    of ours and keeps its traceback.
+    """
+    options = tyro.cli(
+        options_class,
+        args=args,
+        prog=_program_name(),
+        description=options_class.__doc__ or main.__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    configure_logging(quiet=bool(getattr(options, "quiet", False)))
+    try:
+        main(options)
+    except BrokenPipeError:  # whoever read our output (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(OUTPUT_CLOSED) from None
+    except (ValueError, OSError) as error:
+        logger.opt(exception=True).debug("the traceback of the error below")
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _program_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None else os.path.basename(sys.argv[0])
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks; an OSError of the system as `file: what is wrong`."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def configure_logging(*, quiet: bool = False) -> None:
+    """Logs to stderr: INFO and above (or the level in LOGURU_LEVEL), with `quiet` WARNING and above."""
+    level = "WARNING" if quiet else os.environ.get("LOGURU_LEVEL", "INFO")
+    logger.remove()
+    # Through tqdm, so that a message does not cut a progress bar in two.
+    logger.add(
+        lambda message: tqdm.write(str(message), file=sys.stderr, end=""),
+        level=level,
+        format="<level>{level: <7}</level> {message}",
+        colorize=sys.stderr.isatty(),
+    )
+
+
+@overload
+def progress(
+    iterable: tuple[()], description: str, *, quiet: bool = ..., total: int | None = ..., unit: str = ...
+) -> tqdm[Any]: ...
+@overload
+def progress(
+    iterable: Iterable[Item], description: str, *, quiet: bool = ..., total: int | None = ..., unit: str = ...
+) -> tqdm[Item]: ...
+def progress(
+    iterable: Iterable[Any],
+    description: str,
+    *,
+    quiet: bool = False,
+    total: int | None = None,
+    unit: str = "it",
+) -> tqdm[Any]:
+    """A progress bar on stderr around `iterable`; none with `quiet`. Redrawn rarely where nobody watches.
+
+    An empty tuple makes a bar of `total` steps that the caller moves with `update`.
+    """
+    return tqdm(
+        iterable,
+        desc=description,
+        total=total,
+        unit=unit,
+        disable=quiet,
+        file=sys.stderr,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15.0,
+    )

@@ -1,0 +1,60 @@
+"""Result records -> a Markdown summary, plots and one self-contained HTML report.
+
+python -m scripts.summarize --results outputs/smollm2/results.jsonl --output-dir outputs/smollm2/summary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loguru import logger
+
+from analysis.plots import all_figures, save_figures
+from analysis.report import build_report
+from analysis.results import read_records
+from analysis.tables import all_tables, environment_lines, summary_markdown, update_readme
+from scripts.command_line import progress, run_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummarizeOptions:
+    """Turns result records into tables, plots and a self-contained HTML report."""
+
+    results: tuple[Path, ...]
+    """One or more files of result records (JSON lines)."""
+    output_dir: Path
+    """Folder for summary.md, report.html and the PNG plots."""
+    title: str = "dejavu-lab report"
+    """Title of the report."""
+    readme: Path | None = None
+    """A Markdown file whose tables between `<!-- table:NAME -->` and `<!-- /table:NAME -->` are rewritten."""
+    quiet: bool = False
+    """No progress bars, only warnings."""
+
+
+def main(options: SummarizeOptions) -> None:
+    if not options.results:
+        raise ValueError("--results needs at least one file of result records")
+    records = read_records(*options.results)
+    output_dir = options.output_dir
+    output_dir.mkdir(parents=True, exist_ok=True)
+
+    figures = all_figures(records)
+    save_figures(progress(figures.items(), "plots", quiet=options.quiet, unit="plot"), output_dir)
+    (output_dir / "summary.md").write_text(summary_markdown(records), encoding="utf-8")
+    report = output_dir / "report.html"
+    report.write_text(build_report(records, title=options.title, figures=figures), encoding="utf-8")
+    if options.readme is not None:
+        logger.info(f"{options.readme}: rewrote {', '.join(update_readme(options.readme, records))}")
+
+    tables = all_tables(records)
+    for table in tables.get("main") or [table for group in tables.values() for table in group]:
+        print(table.to_text(), end="\n\n")
+    for line in environment_lines(records):
+        print(f"measured on {line}")
+    print(f"report: {report.resolve()}")
+
+
+if __name__ == "__main__":
+    run_stage(main, SummarizeOptions)

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.results import append_record, environment_stamp, make_record, read_records, validate_record
+
+STAMP = {"device": "cpu", "date": "2026-01-02"}
+
+
+def a_record(**changes: Any) -> dict[str, Any]:
+    record = make_record("decode", {"method": "dense"}, "tokens_per_s", 30.0, "tokens/s", environment=STAMP)
+    return {**record, **changes}
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "results.jsonl"
+    records = [
+        make_record(
+            "perplexity",
+            {"method": "predictor", "mlp_density": np.float32(0.5), "head_density": 1.0},
+            "perplexity",
+            np.float32(30.0),
+            "",
+            baseline={"name": "dense", "value": 20.0},
+            environment=STAMP,
+            achieved={"per_layer": {"mlp": np.array([0.5, 0.25])}, "path": Path("a/b")},
+        ),
+        a_record(value=float("inf")),
+    ]
+    for record in records:
+        append_record(path, record)
+    assert read_records(path) == records
+    assert records[0]["ratio"] == 1.5
+    assert records[0]["achieved"] == {"per_layer": {"mlp": [0.5, 0.25]}, "path": "a/b"}
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_several_files_are_read_in_order(tmp_path: Path) -> None:
+    append_record(tmp_path / "b", a_record(value=1.0))
+    append_record(tmp_path / "a", a_record(value=2.0))
+    assert [record["value"] for record in read_records(tmp_path / "b", tmp_path / "a")] == [1.0, 2.0]
+
+
+def test_a_half_written_last_line_is_dropped_on_the_next_append(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_record(path, a_record(value=1.0))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2])
+    append_record(path, a_record(value=2.0))
+    assert [record["value"] for record in read_records(path)] == [1.0, 2.0]
+
+
+def test_a_whole_last_line_without_its_line_end_is_kept_on_the_next_append(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_record(path, a_record(value=1.0))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    append_record(path, a_record(value=2.0))
+    assert [record["value"] for record in read_records(path)] == [1.0, 2.0]
+
+
+def append_many(path: Path, value: float) -> None:
+    for _ in range(20):
+        append_record(path, a_record(value=value, padding="x" * 5000))
+
+
+def test_processes_may_append_to_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_many, args=(path, float(i))) for i in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(timeout=60)
+    values = [record["value"] for record in read_records(path)]
+    assert sorted(values) == [0.0] * 20 + [1.0] * 20 + [2.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": None}, "'value' must be a number"),
+        ({"value": "30"}, "'value' must be a number"),
+        ({"value": True}, "'value' must be a number"),
+        ({"value": float("nan")}, "not NaN"),
+        ({"labels": ["dense"]}, "'labels' must be an object"),
+        ({"labels": {"method": ["dense"]}}, "label 'method' must be a string"),
+        ({"name": ""}, "'name' must be a non-empty string"),
+        ({"baseline": 30.0}, "'baseline' must be null or have"),
+        ({"baseline": {"name": "dense", "value": None}}, "'baseline value' must be a number"),
+        ({"ratio": "2x"}, "'ratio' must be a number"),
+        ({"quality": [1]}, "'quality' must be an object"),
+        ({"environment": None}, "'environment' must be an object"),
+    ],
+)
+def test_an_invalid_record_is_refused_by_writer_and_reader(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(ValueError, match=message):
+        append_record(path, a_record(**changes))
+    assert not path.exists()
+    path.write_text(json.dumps(a_record()) + "\n\n" + json.dumps(a_record(**changes)) + "\n")
+    with pytest.raises(ValueError, match=f"results.jsonl, line 3: not a result record: .*{message}"):
+        read_records(path)
+
+
+def test_what_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        make_record("decode", {}, "us", 1.0, "us", environment=STAMP, extra=object())
+
+
+def test_a_line_that_is_not_json_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(a_record()) + "\n{broken\n")
+    with pytest.raises(ValueError, match="results.jsonl, line 2: not a result record"):
+        read_records(path)
+
+
+def test_a_record_names_every_key_it_lacks() -> None:
+    with pytest.raises(ValueError, match="lacks 'metric', 'value', 'unit', 'environment'"):
+        validate_record({"name": "decode", "labels": {}})
+
+
+def test_missing_and_empty_files_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file of result records"):
+        read_records(tmp_path / "results.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no result records"):
+        read_records(tmp_path / "empty.jsonl")
+
+
+@given(value=st.floats(allow_nan=False), text=st.text(), number=st.integers(-(2**53), 2**53))
+def test_any_label_survives_the_file(
+    tmp_path_factory: pytest.TempPathFactory, value: float, text: str, number: int
+) -> None:
+    path = tmp_path_factory.mktemp("records") / "results.jsonl"
+    record = make_record("x", {"text": text, "number": number}, "m", value, "", environment=STAMP)
+    append_record(path, record)
+    assert read_records(path) == [record]
+
+
+def test_the_environment_stamp_says_where_and_with_what() -> None:
+    stamp = environment_stamp()
+    assert {
+        "device",
+        "num_devices",
+        "driver",
+        "torch",
+        "triton",
+        "python",
+        "cpu",
+        "num_cores",
+    } <= stamp.keys()
+    assert {"commit", "dirty", "date"} <= stamp.keys()
+    assert stamp["num_cores"] >= 1
+    json.dumps(stamp)
+
+
+def test_reading_records_does_not_import_torch() -> None:
+    code = "import sys, analysis.report, analysis.results; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.comparison import compare, latest_records
+from analysis.formatting import Table, format_number, format_ratio, format_share
+from analysis.results import make_record
+from analysis.tables import (
+    environment_lines,
+    main_tables,
+    pivot,
+    record_table,
+    replace_snippets,
+    summary_markdown,
+    update_readme,
+)
+
+Records = list[dict[str, Any]]
+
+
+def test_the_main_table_lines_quality_up_with_speed(sample_records: Records) -> None:
+    (table,) = main_tables(sample_records)
+    assert table.title == "Tiny|<b>model</b>, wikitext:test"
+    assert len(table.rows) == 19
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert rows[0]["method"] == "dense" and rows[0]["perplexity"] == "20.0"
+    assert [row["MLP density"] for row in rows] == ["1.0"] + ["0.7"] * 6 + ["0.5"] * 6 + ["0.3"] * 6
+    assert [row["method"] for row in rows[7:13]] == [
+        "oracle",
+        "predictor",
+        "cats",
+        "teal",
+        "static",
+        "random",
+    ]
+    predictor = rows[8]
+    assert predictor == {
+        "MLP density": "0.5",
+        "method": "predictor",
+        "perplexity": "25.0",
+        "ratio to dense": "1.250×",
+        "recall": "90.0 %",
+        "precision": "90.0 %",
+        "achieved MLP density": "50.4 %",
+        "MLP bytes read": "55.0 %",
+        "tokens/s dense": "30.0",
+        "tokens/s sparse": "42.86",
+        "phase": "all",
+    }
+    assert rows[10]["tokens/s sparse"] == "–"
+    assert table.caption == "window 2048, num tokens 4096, batch size 1, dtype float32, seed 0"
+
+
+def test_rows_that_differ_only_in_a_hidden_label_say_so(sample_records: Records) -> None:
+    (first,) = (
+        record
+        for record in sample_records
+        if record["name"] == "perplexity"
+        and record["labels"]["method"] == "predictor"
+        and record["labels"]["mlp_density"] == 0.5
+    )
+    again = {**first, "labels": {**first["labels"], "recipe": "linear"}}
+    variants = {row.variant for row in compare([*sample_records, again]) if row.method == "predictor"}
+    assert variants == {"predictor", "predictor, recipe linear"}
+    assert len(compare([*sample_records, again])) == len(compare(sample_records)) + 1
+
+
+def test_each_model_and_task_has_its_own_table(sample_records: Records) -> None:
+    accuracy = make_record("accuracy", {"model": "m", "task": "arc_easy", "method": "dense"}, "acc", 0.6, "")
+    assert [table.title for table in main_tables([*sample_records, accuracy])] == [
+        "Tiny|<b>model</b>, wikitext:test",
+        "m, arc_easy",
+    ]
+
+
+def test_a_measurement_repeated_counts_once_with_its_last_value(sample_records: Records) -> None:
+    again = {**sample_records[0], "value": 21.0}
+    kept = latest_records([*sample_records, again])
+    assert len(kept) == len(sample_records)
+    assert kept[-1]["value"] == 21.0
+
+
+def test_a_record_table_has_a_column_for_what_varies_only(sample_records: Records) -> None:
+    table = record_table(sample_records, "decode")
+    assert table.columns == (
+        "method", "mlp_density", "metric", "value", "unit", "baseline", "baseline value", "ratio",
+    )  # fmt: skip
+    assert "phase decode" in table.caption and "batch_size 1" in table.caption
+    with pytest.raises(ValueError, match="no record is named 'prefill'; there are decode, perplexity, training"):
+        record_table(sample_records, "prefill")
+
+
+def test_pivot_crosses_two_labels(sample_records: Records) -> None:
+    decode = [record for record in sample_records if record["name"] == "decode"]
+    table = pivot(decode, rows=["method"], columns="mlp_density", value=lambda record: record["ratio"])
+    assert table.columns == ("method", "mlp_density 0.3", "mlp_density 0.5", "mlp_density 0.7")
+    assert table.rows == (("predictor", "2.0", "1.429", "1.111"), ("cats", "2.0", "1.429", "1.111"))
+
+
+def test_markdown_escapes_what_would_break_the_table(sample_records: Records) -> None:
+    page = summary_markdown(sample_records)
+    assert "Tiny\\|&lt;b>model&lt;/b>" in page
+    table_lines = [line for line in page.splitlines() if line.startswith("| 0.5 |")]
+    assert len(table_lines) == 6
+    assert {line.count(" | ") for line in table_lines} == {10}
+
+
+def test_text_tables_align_their_columns() -> None:
+    table = Table(title="", columns=("method", "value"), rows=(("dense", "20.0"), ("predictor", "125.0")))
+    assert table.to_text().splitlines() == [
+        "method     value",
+        "---------  -----",
+        "dense       20.0",
+        "predictor  125.0",
+    ]
+
+
+def test_environments_are_named_once_with_the_span_of_dates(sample_records: Records) -> None:
+    later = {
+        **sample_records[0],
+        "environment": {**sample_records[0]["environment"], "date": "2026-02-01T00:00:00"},
+    }
+    assert environment_lines([*sample_records, later]) == [
+        "Example CPU <1>, 2 cores, torch 2.13.0, triton 3.7.1, python 3.11.7, "
+        "commit 0123456789ab with local changes; 2026-01-02 to 2026-02-01"
+    ]
+
+
+def test_readme_tables_are_rewritten_between_their_markers(tmp_path: Path, sample_records: Records) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "# Title\n<!-- table:main -->\nold\n<!-- /table:main -->\ntext\n"
+        "<!-- table:kernel -->\nkept\n<!-- /table:kernel -->\nend\n"
+    )
+    assert update_readme(readme, sample_records) == ["main"]
+    once = readme.read_text()
+    assert "old" not in once and "| 0.5 | predictor | 25.0 | 1.250× |" in once and "Measured on" in once
+    assert once.startswith("# Title\n<!-- table:main -->\n**") and once.endswith("kept\n<!-- /table:kernel -->\nend\n")
+    update_readme(readme, sample_records)
+    assert readme.read_text() == once
+
+
+def test_readme_faults_are_named(tmp_path: Path, sample_records: Records) -> None:
+    readme = tmp_path / "README.md"
+    with pytest.raises(FileNotFoundError, match="no such Markdown file"):
+        update_readme(readme, sample_records)
+    readme.write_text("nothing")
+    with pytest.raises(ValueError, match="has none of the markers <!-- table:main -->"):
+        update_readme(readme, sample_records)
+    for text in ("<!-- table:main -->", "<!-- /table:main --><!-- table:main -->"):
+        with pytest.raises(ValueError, match="one <!-- /table:main --> after it"):
+            replace_snippets(text, {"main": "x"})
+
+
+def test_replaced_text_is_taken_literally() -> None:
+    text, _ = replace_snippets("a <!-- table:x -->\n<!-- /table:x --> b", {"x": r"\1 \g<0> |"})
+    assert text == "a <!-- table:x -->\n\\1 \\g<0> |\n<!-- /table:x --> b"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (None, "–"), (0, "0"), (0.0, "0.0"), (1.0, "1.0"), (0.5, "0.5"), (0.0123, "0.0123"),
+        (27.1349, "27.13"),
+        (1.00004, "1.000"), (388418.0, "388418"), (2048, "2048"), (3.2e9, "3.2e+09"), (1e-5, "1e-05"),
+        (float("inf"), "inf"),
+    ],
+)  # fmt: skip
+def test_numbers_are_shown_with_four_digits(number: float | None, text: str) -> None:
+    assert format_number(number) == text
+
+
+def test_ratios_and_shares() -> None:
+    assert [format_ratio(1.25), format_ratio(19421.0), format_ratio(None)] == ["1.250×", "1.942e+04×", "–"]
+    assert [format_share(0.5), format_share(None), format_share(float("nan"))] == ["50.0 %", "–", "–"]

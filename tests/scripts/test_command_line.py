@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from scripts.command_line import one_line, progress, run_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """Does something."""
+
+    mlp_density: float = 1.0
+    resume: bool = False
+    quiet: bool = False
+
+
+def raising(error: BaseException) -> None:
+    def main(options: StageOptions) -> None:
+        raise error
+
+    run_stage(main, StageOptions, [])
+
+
+def test_fields_become_flags() -> None:
+    seen: list[StageOptions] = []
+    run_stage(seen.append, StageOptions, ["--mlp-density", "0.5", "--resume"])
+    assert seen == [StageOptions(mlp_density=0.5, resume=True)]
+
+
+@pytest.mark.parametrize("flags", [["--mlp-densty", "0.5"], ["--mlp-density", "much"], ["--no-resume"], ["extra"]])
+def test_a_bad_flag_exits_with_2_and_runs_nothing(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[StageOptions] = []
+    with pytest.raises(SystemExit) as stopped:
+        run_stage(seen.append, StageOptions, flags)
+    assert stopped.value.code == 2
+    assert flags[0] in capsys.readouterr().err
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("density 1.5\nis outside (0, 1]"), "error: density 1.5 is outside (0, 1]\n"),
+        (FileNotFoundError("manifest.json is missing"), "error: manifest.json is missing\n"),
+        (
+            FileNotFoundError(2, "No such file or directory", "a.json"),
+            "error: a.json: No such file or directory\n",
+        ),
+        (PermissionError(13, "Permission denied", "/a"), "error: /a: Permission denied\n"),
+        (ValueError(), "error: ValueError\n"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    error: Exception, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        raising(error)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == message
+
+
+def test_our_own_faults_keep_their_traceback() -> None:
+    with pytest.raises(KeyError, match="ours"):
+        raising(KeyError("ours"))
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        raising(KeyboardInterrupt())
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_quiet_leaves_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(options: StageOptions) -> None:
+        logger.info("for your information")
+        logger.warning("take care")
+        assert list(progress(range(3), "steps", quiet=options.quiet)) == [0, 1, 2]
+
+    run_stage(main, StageOptions, ["--quiet"])
+    quiet = capsys.readouterr().err
+    assert "take care" in quiet and "information" not in quiet and "steps" not in quiet
+    run_stage(main, StageOptions, [])
+    loud = capsys.readouterr().err
+    assert "for your information" in loud and "steps: 100%" in loud
+
+
+def test_system_errors_without_a_file_keep_their_message() -> None:
+    assert one_line(OSError("the disk is full")) == "the disk is full"
+
+
+def test_the_help_names_the_module_to_run() -> None:
+    command = [sys.executable, "-m", "scripts.summarize", "--help"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "usage: python -m scripts.summarize" in done.stdout and "--output-dir" in done.stdout
+
+
+def test_a_bar_without_items_is_moved_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress((), "tokens", total=4, unit="tok") as bar:
+        bar.update(4)
+    assert "tokens: 100%" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    code = (
+        "from dataclasses import make_dataclass; from scripts.command_line import run_stage; "
+        "run_stage(lambda _: [print(i) for i in range(100000)], make_dataclass('Nothing', []), [])"
+    )
+    command = f"{sys.executable} -c {shlex.quote(code)} | head -1"
+    done = subprocess.run(
+        command, shell=True, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")

@@ -1,0 +1,128 @@
+"""The import rule of the layout, the length of files and the names that are out of bounds."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "modules": {"modules"},
+    "data": {"data"},
+    "analysis": {"analysis", "data"},
+    "sparse_predictor": {"sparse_predictor", "modules", "data"},
+    "pipeline_parallel": {"pipeline_parallel", "modules"},
+    "convert_llama_checkpoint": {"modules"},
+    "scripts": {"scripts", "convert_llama_checkpoint", "modules", "data", "analysis", "sparse_predictor"}
+    | {"pipeline_parallel"},
+}
+OURS = {*MAY_IMPORT, "tests"}
+MAX_LINES = 300
+FAMILY_FILES = re.compile(r"modules/(config|checkpoint\w*)\.py|convert_llama_checkpoint\.py")
+BANNED_FILE_NAME = re.compile(r"(^|_)(new|v\d+|save|old|utils|helpers)(_|$)")
+BANNED_FAMILY = re.compile(r"(?i:llama|smollm|mistral)|(^|_)opt(_|$)|OPT|Opt([A-Z]|$)")
+BANNED_VARIABLES = {"dim", "d", "h", "inp", "ckt", "K", "router"}
+
+
+def violations(root: Path) -> list[str]:
+    """Every breach below `root`, as `file:line: what`."""
+    found = []
+    for path in sorted(
+        {*root.glob("*.py"), *(file for folder in MAY_IMPORT for file in root.glob(f"{folder}/**/*.py"))}
+    ):
+        name = path.relative_to(root).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [f"{name}:{line}: {what}" for line, what in file_violations(name, tree)]
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        if num_lines > MAX_LINES:
+            found.append(f"{name}:{num_lines}: longer than {MAX_LINES} lines")
+    return found
+
+
+def file_violations(name: str, tree: ast.Module) -> list[tuple[int, str]]:
+    package = name.split("/")[0].removesuffix(".py")
+    found = []
+    stem = name.rsplit("/", 1)[-1].removesuffix(".py")
+    if BANNED_FILE_NAME.search(stem) or (not FAMILY_FILES.fullmatch(name) and BANNED_FAMILY.search(stem)):
+        found.append((1, f"file name {stem!r}"))
+    for node in ast.walk(tree):
+        for imported in imports(node):
+            top = imported.split(".")[0]
+            if top in OURS and top not in MAY_IMPORT.get(package, set()):
+                found.append((node.lineno, f"imports {imported}"))
+            if (imported + ".").startswith("torch.distributed.") and package != "pipeline_parallel":
+                found.append((node.lineno, f"imports {imported}"))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if not FAMILY_FILES.fullmatch(name) and BANNED_FAMILY.search(node.name):
+                found.append((node.lineno, f"{node.name!r} is named after a model family"))
+        elif isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)):
+            identifier = node.arg if isinstance(node, ast.arg) else node.id
+            if identifier in BANNED_VARIABLES:
+                found.append((node.lineno, f"the name {identifier!r}"))
+    return found
+
+
+def imports(node: ast.AST) -> list[str]:
+    """Absolute dotted names that a node imports, or reaches as an attribute of torch."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        if node.level:
+            return ["tests"]  # relative imports hide what they reach: never allowed
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        return ["torch.distributed"]
+    return []
+
+
+def test_source_folders_keep_the_import_rule_the_length_and_the_names() -> None:
+    assert not (breaches := violations(ROOT)), "\n".join(breaches)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "breach"),
+    [
+        ("modules/attention.py", "from data.corpora import x", "imports data.corpora.x"),
+        ("data/corpora.py", "def f():\n    import modules.decoder", "imports modules.decoder"),
+        ("analysis/tables.py", "import modules", "imports modules"),
+        ("analysis/tables.py", "from scripts.collect import main", "imports scripts.collect.main"),
+        ("sparse_predictor/train.py", "import analysis.results", "imports analysis.results"),
+        ("sparse_predictor/train.py", "from . import labels", "imports tests"),
+        ("pipeline_parallel/engine.py", "import sparse_predictor", "imports sparse_predictor"),
+        ("convert_llama_checkpoint.py", "import data", "imports data"),
+        ("scripts/collect.py", "import tests.conftest", "imports tests.conftest"),
+        ("modules/decoder.py", "import torch.distributed as dist", "imports torch.distributed"),
+        ("modules/decoder.py", "from torch import distributed", "imports torch.distributed"),
+        ("scripts/infer.py", "import torch\ntorch.distributed.barrier()", "imports torch.distributed"),
+        ("modules/decoder.py", "\n" * 301, "longer than 300 lines"),
+        ("modules/attention_v2.py", "", "file name 'attention_v2'"),
+        ("modules/llama.py", "", "file name 'llama'"),
+        ("modules/decoder.py", "class OPTDecoder: ...", "'OPTDecoder' is named after a model family"),
+        ("modules/mlp.py", "def f(inp): ...", "the name 'inp'"),
+    ],
+)
+def test_every_kind_of_breach_is_found(tmp_path: Path, name: str, source: str, breach: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(source)
+    assert any(breach in found and found.startswith(name) for found in violations(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        (
+            "sparse_predictor/train.py",
+            "from data.activation_store import ActivationStore\nimport modules.config",
+        ),
+        ("pipeline_parallel/engine.py", "import torch.distributed\nfrom modules.decoder import Decoder"),
+        ("scripts/options.py", "class RunOptions: ...\ndef optional_path(optimizer): ..."),
+        ("modules/config.py", "def from_llama(config): ..."),
+    ],
+)
+def test_what_is_allowed_passes(tmp_path: Path, name: str, source: str) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(source)
+    assert violations(tmp_path) == []
