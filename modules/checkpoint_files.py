@@ -1,0 +1,275 @@
+"""Reading tensors from files, one part at a time: a converted folder, or a Hugging Face folder as it is.
+
+A part is the embeddings, one layer, or the head: see `checkpoint_keys`. Files are memory-mapped, so that whoever
+needs only a slice of a tensor reads only that slice.
+"""
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from modules.checkpoint_keys import locate_hf_names
+from modules.config import ModelConfig
+
+CONFIG_FILE = "config.json"
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+READABLE_DTYPES = (*DTYPES.values(), torch.float64)
+# Preferred first. The names of shards come from the index, so a stray file in the folder is never read.
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+class TensorSource(Protocol):
+    """Anything that hands out a checkpoint's tensors by part, under Hugging Face's names without layer prefix."""
+
+    def read_part(self, part: str) -> dict[str, Tensor]:
+        """key -> tensor; a tensor may be a view of a mapped file, so copy what you keep."""
+        ...
+
+    def where(self, part: str, key: str) -> str:
+        """File and name of a tensor, for messages."""
+        ...
+
+
+def part_file(part: str) -> str:
+    """File name of a part in a converted folder."""
+    return f"pytorch_{part}.pt"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError names the file if it is anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def is_converted(directory: Path) -> bool:
+    """Whether a folder is in the one-file-a-layer layout (ours, or the DejaVu tooling's, which has no manifest)."""
+    return (directory / part_file("embs")).exists() or (directory / MANIFEST_FILE).exists()
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of a converted folder, or None where there is none; ValueError if it cannot be understood."""
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        return None
+    manifest = read_json(path)
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format_version {manifest.get('format_version')!r} is not supported; supported: {FORMAT_VERSION}; "
+            "convert the model again"
+        )
+    return manifest
+
+
+def open_tensors(path: Path) -> Mapping[str, Any]:
+    """The tensors of a .pt or .bin file, mapped, nothing but tensors unpickled; ValueError if it is damaged."""
+    mapped = zipfile.is_zipfile(path)
+    if not mapped and path.exists() and path.suffix == ".bin":
+        logger.info(f"{path}: written in the old torch format, which cannot be mapped: read into memory instead")
+    try:
+        tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path}: cannot be read, truncated or not a tensor file: {reason}") from error
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"{path}: expected a dictionary of tensors, found {type(tensors).__name__}")
+    return tensors
+
+
+class PartFiles:
+    """A converted folder: one file a part."""
+
+    def __init__(self, directory: Path, shapes: Shapes) -> None:
+        self.directory = directory
+        manifest = read_manifest(directory) or {}
+        recorded = manifest.get("files", {})
+        for part in shapes:
+            path = directory / part_file(part)
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: missing; the config asks for {len(shapes) - 2} layers")
+            size = recorded.get(path.name, {}).get("bytes", path.stat().st_size)
+            if path.stat().st_size != size:
+                raise ValueError(
+                    f"{path}: {path.stat().st_size} bytes, but the manifest says {size}: truncated or replaced; "
+                    "convert the model again"
+                )
+        known = {part_file(part) for part in shapes}
+        for path in sorted(directory.glob("pytorch_*.pt")):
+            if path.name not in known:
+                raise ValueError(f"{path}: unexpected; the config asks for layers 0 to {len(shapes) - 3} only")
+
+    def read_part(self, part: str) -> dict[str, Tensor]:
+        return dict(open_tensors(self.directory / part_file(part)))
+
+    def where(self, part: str, key: str) -> str:
+        return f"{self.directory / part_file(part)}: {key}"
+
+
+class ShardFiles:
+    """A Hugging Face folder: safetensors or .bin, in shards or whole. At most one shard is open at a time."""
+
+    def __init__(self, directory: Path, config: ModelConfig, shapes: Shapes) -> None:
+        self.directory = directory
+        self._open_name = ""
+        self._open_names: list[str] = []
+        self._open_get: Callable[[str], Tensor] | None = None
+        self.shards, listed = _shards(directory)
+        self._file_of: dict[str, str] = {}
+        for shard in self.shards:
+            for name in self._open(shard):
+                if name in self._file_of:
+                    raise ValueError(f"{directory}: {name} is in {self._file_of[name]} and in {shard}")
+                self._file_of[name] = shard
+        for name, shard in listed.items():
+            if self._file_of.get(name) != shard:
+                raise ValueError(f"{directory / shard}: {name} is missing, though the index lists it there")
+        try:
+            self._name_of = locate_hf_names(self._file_of, config, shapes)
+        except ValueError as error:
+            raise ValueError(f"{directory}: {error}") from error
+
+    def read_part(self, part: str) -> dict[str, Tensor]:
+        wanted = {key: name for (owner, key), name in self._name_of.items() if owner == part}
+        tensors = {}
+        for shard in sorted({self._file_of[name] for name in wanted.values()}):
+            self._open(shard)
+            assert self._open_get is not None
+            for key, name in wanted.items():
+                if self._file_of[name] == shard:
+                    tensors[key] = self._open_get(name)
+        return tensors
+
+    def where(self, part: str, key: str) -> str:
+        name = self._name_of[part, key]
+        return f"{self.directory / self._file_of[name]}: {name}"
+
+    def _open(self, shard: str) -> list[str]:
+        """Make `shard` the open one (the previous is released); its tensor names."""
+        if shard == self._open_name:
+            return self._open_names
+        self._open_get = None  # release the previous shard before mapping the next
+        path = self.directory / shard
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: missing, though the index lists it")
+        if path.suffix == ".safetensors":
+            try:
+                handle = safe_open(path, framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise ValueError(f"{path}: cannot be read, truncated or not safetensors: {error}") from error
+            names = list(handle.keys())
+            self._open_get = handle.get_tensor
+        else:
+            tensors = open_tensors(path)
+            names = list(tensors)
+            self._open_get = tensors.__getitem__
+        self._open_name, self._open_names = shard, names
+        return names
+
+
+class StateDict:
+    """Tensors in memory under Hugging Face's full names, as `model.state_dict()` gives them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, shapes: Shapes, name: str) -> None:
+        self.tensors = tensors
+        self.name = name
+        self._name_of = locate_hf_names(dict.fromkeys(tensors, name), config, shapes)
+
+    def read_part(self, part: str) -> dict[str, Tensor]:
+        return {key: self.tensors[name] for (owner, key), name in self._name_of.items() if owner == part}
+
+    def where(self, part: str, key: str) -> str:
+        return f"{self.name}: {self._name_of[part, key]}"
+
+
+def open_source(directory: Path, config: ModelConfig, shapes: Shapes) -> PartFiles | ShardFiles:
+    """The tensors of a converted or a Hugging Face folder; FileNotFoundError/ValueError says what is wrong with it."""
+    if is_converted(directory):
+        return PartFiles(directory, shapes)
+    return ShardFiles(directory, config, shapes)
+
+
+def _shards(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """Names of the weight files, and the index (name -> file; empty when there is one file)."""
+    for name in WEIGHT_FILES:
+        path = directory / name
+        if not path.exists():
+            continue
+        if not name.endswith(".index.json"):
+            return [name], {}
+        listed = read_json(path).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
+            raise ValueError(f"{path}: no weight_map from tensor names to files")
+        return sorted(set(listed.values())), listed
+    ggufs = sorted(file.name for file in directory.glob("*.gguf"))
+    hint = f"; it holds {', '.join(ggufs)}: convert that file by its path" if ggufs else ""
+    raise FileNotFoundError(f"{directory}: no weights; looked for {', '.join(WEIGHT_FILES)}{hint}")
+
+
+def check_part(source: TensorSource, part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Read a part strictly: exactly the expected keys, shapes as expected, unquantised types."""
+    tensors = source.read_part(part)
+    missing = sorted(shapes.keys() - tensors.keys())
+    extra = sorted(key for key in tensors.keys() - shapes.keys() if not re.search(r"rotary_emb\.inv_freq$", key))
+    if missing or extra:
+        problems = [f"missing {', '.join(missing)}"] if missing else []
+        problems += [f"unknown {', '.join(extra)}"] if extra else []
+        file = source.where(part, (missing + extra)[0]).rpartition(": ")[0]
+        raise ValueError(f"{file}: the tensors do not fit the config: {'; '.join(problems)}")
+    for key, shape in shapes.items():
+        tensor = tensors[key]
+        where = source.where(part, key)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{where}: expected a tensor, found {type(tensor).__name__}")
+        if tensor.dtype not in READABLE_DTYPES:
+            raise ValueError(
+                f"{where}: type {tensor.dtype} is not supported (quantised?); supported: float32, float16, bfloat16"
+            )
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{where}: shape {tuple(tensor.shape)}, but the config asks for {shape}")
+    return {key: tensors[key] for key in shapes}
+
+
+def own_tensor(converted: Tensor, original: Tensor, *, transposed: bool = False) -> Tensor:
+    """`converted` (or its transpose), contiguous and in memory of its own.
+
+    Never a view of `original`, which may lie in a mapped file: a file can vanish under its readers, may be
+    unaligned, and is written out whole by torch.save.
+    """
+    value = converted.t() if transposed else converted
+    if value.is_contiguous() and converted is not original:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def check_finite(value: Tensor, original: Tensor, where: str) -> None:
+    """ValueError if a weight is NaN or infinite in the file, or became infinite in a narrower type."""
+    # One sum is a cheap witness: it is finite only if every term is. (It may overflow without a bad term: look.)
+    if torch.isfinite(value.sum(dtype=torch.promote_types(value.dtype, torch.float32))):
+        return
+    bad = int((~torch.isfinite(original)).sum())
+    if bad:
+        raise ValueError(f"{where}: {bad} of {original.numel()} weights are NaN or infinite")
+    if not torch.isfinite(value).all():
+        raise ValueError(f"{where}: too large for {value.dtype}; use bfloat16 or float32")

@@ -1,0 +1,167 @@
+"""Reading a Llama from a GGUF file: dequantised a tensor at a time, under Hugging Face's names and head layout.
+
+GGUF (ggml-org/ggml docs/gguf.md) keeps the pairs of a rotary dimension interleaved, where Hugging Face keeps them
+in halves, so query and key projections are reordered. What cannot be carried over is refused.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+from modules.checkpoint_keys import EMBEDDINGS, HEAD
+from modules.config import ModelConfig, RopeScaling
+from modules.positions import rotary_frequencies
+
+LAYER_TENSORS = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GgufFile:
+    """A GGUF file of a Llama: `hf_config` as Hugging Face would spell it, and its tensors by part (float32).
+
+    Raises ValueError for a damaged file, another architecture, tensors that a Llama does not have, or a rotary
+    scaling that cannot be expressed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._reader = gguf.GGUFReader(path)
+            self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+            end = max(int(tensor.data_offset) + int(tensor.n_bytes) for tensor in self._tensors.values())
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
+            raise ValueError(f"{path}: cannot be read, truncated or not GGUF: {error}") from error
+        if end > path.stat().st_size:
+            raise ValueError(f"{path}: truncated: {path.stat().st_size} bytes, its tensors end at {end}")
+        if self.field("general.architecture") != "llama":
+            raise ValueError(f"{path}: GGUF architecture {self.field('general.architecture')!r}; supported: llama")
+        self.hf_config = self._hf_config()
+        self.config = ModelConfig.from_hf(self.hf_config)
+        self._names = self._gguf_names()
+        self._check_names()
+        if ROPE_FACTORS in self._tensors:
+            self.hf_config["rope_parameters"] = self._llama3_scaling()
+            self.config = ModelConfig.from_hf(self.hf_config)
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A value of the file's metadata."""
+        found = self._reader.get_field(name)
+        value = default if found is None else found.contents()
+        # Stored as float32: the shortest decimal is what was meant (1e-05, not 9.999999747378752e-06).
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+    def read_part(self, part: str) -> dict[str, Tensor]:
+        """The dequantised tensors of a part, float32."""
+        return {key: self._read(name, key) for (owner, key), name in self._names.items() if owner == part}
+
+    def where(self, part: str, key: str) -> str:
+        return f"{self.path}: {self._names[part, key]}"
+
+    def _read(self, name: str, key: str) -> Tensor:
+        tensor = self._tensors[name]
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ValueError(f"{self.path}: {name}: GGUF type {kind} cannot be dequantised here: {error}") from error
+        weight = torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the file is mapped read-only
+        heads = {
+            "self_attn.q_proj.weight": self.config.num_attention_heads,
+            "self_attn.k_proj.weight": self.config.num_key_value_heads,
+        }.get(key)
+        if heads is None or weight.shape[0] != heads * self.config.head_dim:
+            return weight  # a wrong shape is reported by whoever asked
+        return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+    def _hf_config(self) -> dict[str, Any]:
+        def required(name: str) -> Any:
+            value = self.field(f"llama.{name}")
+            if value is None:
+                raise ValueError(f"{self.path}: GGUF metadata lacks llama.{name}")
+            return value
+
+        heads = required("attention.head_count")
+        head_dim = self.field("llama.attention.key_length") or required("embedding_length") // heads
+        rotary_dim = self.field("llama.rope.dimension_count", head_dim)
+        if rotary_dim != head_dim:
+            raise ValueError(f"{self.path}: rotary over {rotary_dim} of {head_dim} dims of a head is not supported")
+        if "token_embd.weight" not in self._tensors:
+            raise ValueError(f"{self.path}: missing token_embd.weight")
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.field("llama.rope.freq_base", 10000.0)}
+        scaling = self.field("llama.rope.scaling.type")
+        if scaling == "linear":
+            rope |= {"rope_type": "linear", "factor": required("rope.scaling.factor")}
+        elif scaling not in (None, "none"):
+            raise ValueError(f"{self.path}: rope scaling {scaling!r} is not supported; convert the original checkpoint")
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "hidden_size": required("embedding_length"),
+            "intermediate_size": required("feed_forward_length"),
+            "num_hidden_layers": required("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.field("llama.attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": required("context_length"),
+            "hidden_act": "silu",
+            "rms_norm_eps": required("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": rope,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
+            "pad_token_id": self.field("tokenizer.ggml.padding_token_id"),
+            "dtype": "float32",
+        }
+
+    def _gguf_names(self) -> dict[tuple[str, str], str]:
+        names = {(EMBEDDINGS, "embed_tokens.weight"): "token_embd.weight"}
+        for layer_idx in range(self.config.num_hidden_layers):
+            for key, name in LAYER_TENSORS.items():
+                names[str(layer_idx), key] = f"blk.{layer_idx}.{name}"
+        head = "token_embd.weight" if self.config.tie_word_embeddings else "output.weight"
+        return names | {(HEAD, "norm.weight"): "output_norm.weight", (HEAD, "lm_head.weight"): head}
+
+    def _check_names(self) -> None:
+        expected = set(self._names.values())
+        missing, unknown = expected - self._tensors.keys(), self._tensors.keys() - expected - {ROPE_FACTORS}
+        problems = [
+            f"{what} {', '.join(sorted(names)[:4])}"
+            for what, names in (("missing", missing), ("unknown", unknown))
+            if names
+        ]
+        if problems:
+            raise ValueError(f"{self.path}: the tensors do not fit a Llama: {'; '.join(problems)}")
+
+    def _llama3_scaling(self) -> dict[str, Any]:
+        """The scaling of Llama 3.1 behind the file's divisors of the rotary frequencies."""
+        factors = torch.from_numpy(np.array(self._tensors[ROPE_FACTORS].data, dtype=np.float32))
+        scaling = RopeScaling(kind="llama3", factor=float(factors.max()))
+        scaled = ModelConfig(**(vars(self.config) | {"rope_scaling": scaling}))
+        implied = rotary_frequencies(self.config) / rotary_frequencies(scaled)
+        if implied.shape != factors.shape or not torch.allclose(implied, factors, rtol=1e-3):
+            raise ValueError(f"{self.path}: {ROPE_FACTORS} is not Llama 3.1's scaling; convert the original checkpoint")
+        return {
+            "rope_type": "llama3",
+            "rope_theta": self.config.rope_theta,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }

@@ -1,0 +1,195 @@
+"""Which tensor of a checkpoint is which parameter of the decoder: the only table of Hugging Face's weight names."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from modules.config import ModelConfig
+
+EMBEDDINGS = "embs"
+HEAD = "lm_head"
+
+# Old files carry these; the values follow from the config.
+HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(model\.)?decoder\.version")
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """A tensor on disk: its part (one file a part), its key there, and whether the decoder holds the transpose."""
+
+    part: str
+    key: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyNames:
+    """One family's names. Left of each pair: the decoder's module; right: Hugging Face's, without prefixes."""
+
+    prefixes: tuple[str, ...]  # before every name of the body; base models are saved without "model."
+    body: dict[str, str]
+    head: dict[str, str]
+    attention: dict[str, str]
+    mlp: dict[str, str]
+    attention_norm: str  # pre-norm: before attention; post-norm: after it
+    mlp_norm: str
+    final_norm: str
+
+
+FAMILIES = {
+    "llama": FamilyNames(
+        prefixes=("model.", ""),
+        body={"embeddings.tokens": "embed_tokens"},
+        head={"lm_head": "lm_head"},
+        attention={
+            "q_proj": "self_attn.q_proj",
+            "k_proj": "self_attn.k_proj",
+            "v_proj": "self_attn.v_proj",
+            "o_proj": "self_attn.o_proj",
+        },
+        mlp={"gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"},
+        attention_norm="input_layernorm",
+        mlp_norm="post_attention_layernorm",
+        final_norm="norm",
+    ),
+    "opt": FamilyNames(
+        prefixes=("model.decoder.", "decoder.", ""),
+        body={
+            "embeddings.tokens": "embed_tokens",
+            "embeddings.positions": "embed_positions",
+            "embeddings.project_in": "project_in",
+        },
+        head={"lm_head": "lm_head", "project_out": "project_out"},
+        attention={
+            "q_proj": "self_attn.q_proj",
+            "k_proj": "self_attn.k_proj",
+            "v_proj": "self_attn.v_proj",
+            "o_proj": "self_attn.out_proj",
+        },
+        mlp={"up_proj": "fc1", "down_proj": "fc2"},
+        attention_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+        final_norm="final_layer_norm",
+    ),
+}
+
+# Output projections are held unit-major: turned once, at load. Their bias belongs to the half-block.
+OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
+
+
+def parts(config: ModelConfig) -> list[str]:
+    """The parts of a checkpoint in reading order: embeddings, one a layer, head."""
+    return [EMBEDDINGS, *(str(layer_idx) for layer_idx in range(config.num_hidden_layers)), HEAD]
+
+
+def tensor_locations(model: nn.Module, config: ModelConfig) -> dict[str, TensorLocation]:
+    """Where each parameter of a decoder is found, keyed by its name in `named_parameters` (a tied head included)."""
+    modules = _module_locations(config)
+    located = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module, kind = name.rsplit(".", 1)
+        if module.startswith("half_blocks.") and module.count(".") == 1:  # HalfBlock.bias
+            projection = "o_proj" if int(module.split(".")[1]) % 2 == 0 else "down_proj"
+            owner = modules[f"{module}.block.{projection}"]
+        else:
+            owner = modules[module]
+        transposed = owner.transposed and kind == "weight"
+        located[name] = TensorLocation(owner.part, f"{owner.key}.{kind}", transposed)
+    return located
+
+
+def _module_locations(config: ModelConfig) -> dict[str, TensorLocation]:
+    """Every module that may hold parameters -> part, name without `.weight`, whether its weight is turned."""
+    names = FAMILIES[config.model_type]
+    located = {module: TensorLocation(EMBEDDINGS, name) for module, name in names.body.items()}
+    located |= {module: TensorLocation(HEAD, name) for module, name in names.head.items()}
+    for layer_idx in range(config.num_hidden_layers):
+        part = str(layer_idx)
+        attention, mlp = f"half_blocks.{2 * layer_idx}", f"half_blocks.{2 * layer_idx + 1}"
+        for half_block, block_names in ((attention, names.attention), (mlp, names.mlp)):
+            for module, name in block_names.items():
+                turned = module in OUTPUT_PROJECTIONS
+                located[f"{half_block}.block.{module}"] = TensorLocation(part, name, turned)
+        if config.pre_norm:
+            # A half-block owns the norm that follows it, which is the next one's: see Decoder.
+            before = "first_norm" if layer_idx == 0 else f"half_blocks.{2 * layer_idx - 1}.norm"
+            located[before] = TensorLocation(part, names.attention_norm)
+            located[f"{attention}.norm"] = TensorLocation(part, names.mlp_norm)
+        else:
+            located[f"{attention}.norm"] = TensorLocation(part, names.attention_norm)
+            located[f"{mlp}.norm"] = TensorLocation(part, names.mlp_norm)
+    if config.pre_norm:
+        last = f"half_blocks.{2 * config.num_hidden_layers - 1}.norm"
+        located[last] = TensorLocation(HEAD, names.final_norm)
+    return located
+
+
+def expected_shapes(model: nn.Module, config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """part -> key -> shape on disk, for every tensor that a checkpoint of this model must hold, and no other."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {part: {} for part in parts(config)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, location in tensor_locations(model, config).items():
+        shape = tuple(parameters[name].shape)
+        shapes[location.part][location.key] = shape[::-1] if location.transposed else shape
+    return shapes
+
+
+def locate_hf_names(
+    hf_names: Mapping[str, str], config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> dict[tuple[str, str], str]:
+    """Match the names of a Hugging Face checkpoint (name -> file, for messages) with (part, key) -> name.
+
+    Raises ValueError naming every tensor that is missing, unknown, or there twice. A tied head may be absent.
+    """
+    found: dict[tuple[str, str], str] = {}
+    unknown = []
+    for name in hf_names:
+        if HARMLESS.fullmatch(name):
+            continue
+        place = _place(name, config, shapes)
+        if place is None:
+            unknown.append(f"{name} ({hf_names[name]})")
+        elif place in found:
+            raise ValueError(f"{name} ({hf_names[name]}) and {found[place]} ({hf_names[found[place]]}) are one tensor")
+        else:
+            found[place] = name
+    if config.tie_word_embeddings and (EMBEDDINGS, "embed_tokens.weight") in found:
+        found.setdefault((HEAD, "lm_head.weight"), found[EMBEDDINGS, "embed_tokens.weight"])
+    missing = [_hf_name(part, key, config) for part in shapes for key in shapes[part] if (part, key) not in found]
+    problems = []
+    if missing:
+        problems.append(f"missing {_listed(missing)}")
+    if unknown:
+        problems.append(f"unknown {_listed(unknown)}")
+    if problems:
+        raise ValueError(f"the tensors do not fit the config: {'; '.join(problems)}")
+    return found
+
+
+def _place(
+    name: str, config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> tuple[str, str] | None:
+    for prefix in FAMILIES[config.model_type].prefixes:
+        stem = name.removeprefix(prefix) if name.startswith(prefix) else None
+        if stem is None:
+            continue
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
+        candidates = [(layer[1], layer[2])] if layer else [(EMBEDDINGS, stem), (HEAD, stem)]
+        for part, key in candidates:
+            if key in shapes.get(part, {}):
+                return part, key
+    return None
+
+
+def _hf_name(part: str, key: str, config: ModelConfig) -> str:
+    if key == "lm_head.weight":
+        return key
+    layer = f"layers.{part}." if part not in (EMBEDDINGS, HEAD) else ""
+    return f"{FAMILIES[config.model_type].prefixes[0]}{layer}{key}"
+
+
+def _listed(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
