@@ -21,8 +21,8 @@ def predictor_bytes_share(model: Decoder) -> float:
     """Weights of the attached MLP predictors and stand-ins in use, over those of the MLPs; 0.0 without any."""
     read = 0
     for layer in range(model.config.num_hidden_layers):
-        selector = model.mlp(layer).selector
-        while hasattr(selector, "inner"):
+        selector: object = model.mlp(layer).selector
+        while hasattr(selector, "inner"):  # a phase gate or a measurement around it
             selector = selector.inner
         if isinstance(selector, PredictorSelector):
             read += selector.num_parameters_read

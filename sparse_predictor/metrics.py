@@ -4,7 +4,7 @@ recall = |chosen and true| / |true|, precision = |chosen and true| / |chosen|, p
 from the states the sparse model itself sees.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -101,7 +101,7 @@ class MeasuredSelector:
         return active
 
 
-def measure_selection(model: Decoder, densities: dict[Block, Sequence[float]]) -> SelectionQuality:
+def measure_selection(model: Decoder, densities: Mapping[Block, Sequence[float]]) -> SelectionQuality:
     """Wrap every attached selector; detach with `remove_sparsity`."""
     quality = SelectionQuality()
     for layer in range(model.config.num_hidden_layers):

@@ -4,12 +4,13 @@
     standin(x) = standin_out (standin_in x) + standin_bias    x [rows, D] -> [rows, D]
 
 x is the block's input after its norm (of the layer `lookahead` layers earlier for the scores). Low rank as in Deja Vu
-(Liu et al. 2023, section 4.2), whose fixed rank 1000 is scaled to the model here. A stand-in belongs to the density it
-was fitted at; a run reads one of them, and none where everything is active.
+(Liu et al. 2023, section 4.2), whose fixed rank 1000 is scaled to the model here. Thresholds and stand-ins belong to
+the density they were fitted at; a run reads one stand-in, and none where everything is active.
 
-Legend: D hidden, U units, R rank, r stand-in rank, S stand-ins, Q quantiles.
+Legend: D hidden, U units, R rank, r stand-in rank, S calibrated densities, Q quantiles.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -21,6 +22,7 @@ from sparse_predictor.calibration import NUM_QUANTILES, threshold_at
 
 Rule = Literal["topk", "threshold"]
 AUTO_RANK_SHARE = 0.05  # of the MLP's bytes
+AUTO_STANDIN_SHARE = 0.028
 
 
 def auto_rank(config: ModelConfig) -> int:
@@ -30,6 +32,20 @@ def auto_rank(config: ModelConfig) -> int:
     return max(8, int(rank / 8 + 0.5) * 8)
 
 
+def auto_head_rank(config: ModelConfig) -> int:
+    """Inner width of head predictors: about 5 % of the attention's bytes by the same rule, and never more than the
+    groups there are to score (a linear map of higher rank is the same map)."""
+    width = config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+    rank = AUTO_RANK_SHARE * 2 * width * config.hidden_size / (config.hidden_size + config.num_key_value_heads)
+    return min(max(8, int(rank / 8 + 0.5) * 8), config.num_key_value_heads)
+
+
+def auto_standin_rank(config: ModelConfig) -> int:
+    """Rank whose two factors are about 2.8 % of the MLP's bytes, so that predictor and stand-in stay within 8 %."""
+    rank = AUTO_STANDIN_SHARE * config.mlp_num_parameters / (2 * config.hidden_size)
+    return max(8, int(rank / 8) * 8)
+
+
 class Predictor(nn.Module):
     """Scores of one block's units; see the module docstring for the equations and shapes."""
 
@@ -37,27 +53,36 @@ class Predictor(nn.Module):
     second: Tensor
     bias: Tensor
     score_quantiles: Tensor
-    standin_densities: Tensor
+    densities: Tensor
+    thresholds: Tensor
     standin_in: Tensor
     standin_out: Tensor
     standin_bias: Tensor
 
     def __init__(
-        self, hidden_size: int, num_units: int, rank: int, *, num_standins: int = 0, standin_rank: int = 0
+        self,
+        hidden_size: int,
+        num_units: int,
+        rank: int,
+        *,
+        densities: Sequence[float] = (),
+        standin_rank: int = 0,
     ) -> None:
         super().__init__()
+        num_standins = len(densities) if standin_rank else 0
         shapes: dict[str, tuple[int, ...]] = {
             "first": (rank, hidden_size),
             "second": (num_units, rank),
             "bias": (num_units,),
             "score_quantiles": (NUM_QUANTILES,),
-            "standin_densities": (num_standins,),
+            "thresholds": (len(densities),),
             "standin_in": (num_standins, standin_rank, hidden_size),
             "standin_out": (num_standins, hidden_size, standin_rank),
             "standin_bias": (num_standins, hidden_size),
         }
         for name, shape in shapes.items():
             self.register_buffer(name, torch.zeros(shape))
+        self.register_buffer("densities", torch.tensor(densities, dtype=torch.float64))
 
     @property
     def rank(self) -> int:
@@ -73,15 +98,24 @@ class Predictor(nn.Module):
         """[..., D] -> [..., U]; larger is more likely active."""
         return F.linear(F.linear(hidden_states, self.first), self.second, self.bias)
 
+    def calibrated_index(self, density: float) -> int | None:
+        """The place of `density` among those this predictor was calibrated at, or None."""
+        found = ((self.densities.double() - density).abs() < 1e-6).nonzero()
+        return int(found[0]) if found.numel() else None
+
     def threshold(self, density: float) -> float:
-        """The score that a share `density` of calibration scores reaches."""
+        """The score that a share `density` of the units reaches: measured in a sparse run where the predictor was
+        calibrated at that density, else read off the scores of a dense run."""
+        index = self.calibrated_index(density)
+        if index is not None and density < 1.0:
+            return float(self.thresholds[index])
         return threshold_at(self.score_quantiles.float(), density)
 
     def standin_index(self, density: float) -> int | None:
         """The stand-in fitted nearest to `density`, or None if there is none or nothing is skipped."""
-        if density == 1.0 or self.standin_densities.numel() == 0:
+        if density == 1.0 or self.standin_in.shape[0] == 0:
             return None
-        return int((self.standin_densities.float() - density).abs().argmin())
+        return int((self.densities.double() - density).abs().argmin())
 
     def standin(self, hidden_states: Tensor, index: int) -> Tensor:
         """[..., D] -> [..., D]: what the skipped units are expected to add."""

@@ -159,7 +159,7 @@ def _selector_maker(
 def _predictor_maker(
     model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]
 ) -> Callable[[int, Block], Selector]:
-    predictors, manifest = load_predictors(_predictor_dir(selection), model.config)
+    predictors, manifest = load_predictors(_predictor_dir(selection), model)
 
     def learned(layer: int, block: Block) -> Selector:
         if (layer, block) not in predictors:
@@ -184,7 +184,7 @@ def _predictor_dir(selection: Selection) -> Path:
 
 def _calibration(model: Decoder, selection: Selection) -> dict[int, LayerCalibration]:
     directory = _predictor_dir(selection)
-    read_manifest(directory, model.config)
+    read_manifest(directory, model)
     calibration = load_calibration(directory)
     missing = set(range(model.config.num_hidden_layers)) - set(calibration)
     if missing:

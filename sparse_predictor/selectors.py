@@ -24,11 +24,12 @@ class PredictorSelector:
         self.standin_index = predictor.standin_index(density)
         self.num_parameters_read = predictor.num_parameters_read(density)
 
+    def source(self, hidden_states: Tensor, context: SelectionContext) -> Tensor:
+        """The normed input that the scores are made from: this layer's, or an earlier one's."""
+        return context.earlier_inputs[context.layer_idx - self.lookahead] if self.lookahead else hidden_states
+
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        source = hidden_states
-        if self.lookahead:
-            source = context.earlier_inputs[context.layer_idx - self.lookahead]
-        scores = self.predictor.scores(source).flatten(0, 1)
+        scores = self.predictor.scores(self.source(hidden_states, context)).flatten(0, 1)
         compensation = None
         if self.standin_index is not None:
             compensation = self.predictor.standin(hidden_states, self.standin_index).flatten(0, 1)

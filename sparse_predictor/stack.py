@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from sparse_predictor.predictor import Predictor
+
 
 class PredictorStack(nn.Module):
     """Float32 parameters of L predictors; `to_predictors` hands them out one by one.
@@ -54,3 +56,33 @@ class PredictorStack(nn.Module):
         """[L, n, D] -> [L, n, U]."""
         inner = torch.bmm(inputs, self.first.transpose(1, 2))
         return torch.baddbmm(self.bias[:, None], inner, self.second.transpose(1, 2))
+
+    def layer_scores(self, index: int, inputs: Tensor) -> Tensor:
+        """Scores of one layer: [n, D] -> [n, U]."""
+        return torch.addmm(self.bias[index], inputs @ self.first[index].T, self.second[index].T)
+
+    def layer_standin(self, index: int, inputs: Tensor, density: float) -> Tensor | None:
+        """What one layer's stand-in for `density` adds, [..., D] -> [..., D]; None if there is none."""
+        if not self.standin_in.shape[1]:
+            return None
+        place = self.densities.index(density)
+        inner = inputs @ self.standin_in[index, place].T
+        return inner @ self.standin_out[index, place].T + self.standin_bias[index, place]
+
+    def to_predictors(self) -> list[Predictor]:
+        """One predictor a layer; thresholds are still to be calibrated."""
+        rank, hidden_size = self.first.shape[1:]
+        standin_rank, num_standins = self.standin_in.shape[2], self.standin_in.shape[1]
+        predictors = []
+        for index in range(self.num_layers):
+            predictor = Predictor(
+                hidden_size,
+                self.second.shape[1],
+                rank,
+                densities=self.densities,
+                standin_rank=standin_rank if num_standins else 0,
+            )
+            for name in ("first", "second", "bias", "standin_in", "standin_out", "standin_bias"):
+                getattr(predictor, name).copy_(getattr(self, name)[index].detach())
+            predictors.append(predictor)
+        return predictors

@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from modules.config import ModelConfig
+from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
+from sparse_predictor.calibration import LayerCalibration, save_calibration
 from sparse_predictor.predictor import Predictor, Rule
 
 FORMAT_VERSION = 1
@@ -28,13 +30,14 @@ class PredictorManifest:
 
     model_id: str
     config_hash: str
+    weights_sample: list[float]
     layers: list[int]
     blocks: list[Block]
     lookahead: int
     mlp_rule: Rule
     predictor_rank: dict[str, int]
     standin_rank: int
-    standin_densities: list[float]
+    densities: list[float]
     definitions: dict[str, Any]
     training: dict[str, Any]
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -54,9 +57,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def save_predictors(
-    directory: Path, predictors: Mapping[tuple[int, Block], Predictor], manifest: PredictorManifest
+    directory: Path,
+    predictors: Mapping[tuple[int, Block], Predictor],
+    calibration: dict[int, LayerCalibration],
+    metrics: dict[str, Any],
+    manifest: PredictorManifest,
 ) -> None:
-    """Write every predictor, then the manifest. An older manifest is removed first, so a crash leaves none."""
+    """Write everything, the manifest last. An older manifest is removed first, so that a crash leaves none; saved
+    states of the training that is now finished go too."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").unlink(missing_ok=True)
     for stale in directory.glob("layer_*.safetensors"):
@@ -64,11 +72,26 @@ def save_predictors(
     for (layer, block), predictor in predictors.items():
         tensors = {name: value.contiguous().cpu() for name, value in predictor.state_dict().items()}
         save_file(tensors, predictor_file(directory, layer, block))
+    save_calibration(directory, calibration)
+    write_json(directory / "metrics.json", metrics)
     write_json(directory / "manifest.json", asdict(manifest))
+    for state in directory.glob("training_*.pt"):
+        state.unlink()
 
 
-def read_manifest(directory: Path, config: ModelConfig) -> PredictorManifest:
+def weights_sample(model: Decoder) -> list[float]:
+    """A few dozen weights spread over the MLPs: tells two models of one configuration apart, whatever their dtype."""
+    places = torch.linspace(0, model.config.hidden_size * model.config.intermediate_size - 1, 4).round().long()
+    found = []
+    for layer in range(0, model.config.num_hidden_layers, max(1, model.config.num_hidden_layers // 8)):
+        weight = model.mlp(layer).down_proj.weight.detach().flatten()
+        found += weight[places.to(weight.device)].double().tolist()
+    return found
+
+
+def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
     """The manifest, checked against the model it is to serve. FileNotFoundError, or ValueError with both sides."""
+    config = model.config
     path = directory / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: not a predictor directory, or its training did not finish")
@@ -83,14 +106,22 @@ def read_manifest(directory: Path, config: ModelConfig) -> PredictorManifest:
             f"{directory}: predictors of {manifest.model_id} (config {manifest.config_hash}) do not belong to this "
             f"model (config {config.config_hash()})"
         )
+    sample = weights_sample(model)
+    # bfloat16 rounds by up to 0.4 %; other weights of the same shape differ by as much as they are large.
+    same = len(sample) == len(manifest.weights_sample) and all(
+        abs(here - there) <= 0.01 * abs(there) + 1e-6
+        for here, there in zip(sample, manifest.weights_sample, strict=True)
+    )
+    if not same:
+        raise ValueError(
+            f"{directory}: predictors of {manifest.model_id}; this model has the same configuration but other weights"
+        )
     return manifest
 
 
-def load_predictors(
-    directory: Path, config: ModelConfig
-) -> tuple[dict[tuple[int, Block], Predictor], PredictorManifest]:
+def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Block], Predictor], PredictorManifest]:
     """Every predictor the manifest lists. A missing, extra or wrongly shaped tensor is an error that names it."""
-    manifest = read_manifest(directory, config)
+    manifest, config = read_manifest(directory, model), model.config
     num_units: dict[Block, int] = {"mlp": config.intermediate_size, "attention": config.num_key_value_heads}
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block in manifest.blocks:
@@ -104,7 +135,7 @@ def load_predictors(
                 config.hidden_size,
                 num_units[block],
                 manifest.predictor_rank[block],
-                num_standins=len(manifest.standin_densities) if block == "mlp" else 0,
+                densities=manifest.densities if block == "mlp" else (),
                 standin_rank=manifest.standin_rank if block == "mlp" else 0,
             )
             try:

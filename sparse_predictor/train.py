@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from modules.sparsity import num_kept
+from modules.sparsity import Block, num_kept
 from sparse_predictor.labels import LabelDefinition, true_active
 from sparse_predictor.losses import LOSSES, LossTargets, relative_magnitude
 from sparse_predictor.low_rank import RegressionSums
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.training_data import TrainingBatch, TrainingRows
 
-# Rows that closed-form steps look at; more would not move a regression of a few thousand inputs.
-CLOSED_FORM_ROWS = 32768
 WARMUP_SHARE = 0.05
 FINAL_LEARNING_RATE_SHARE = 0.02
 ADAM_BETAS = (0.9, 0.95)
@@ -37,6 +35,7 @@ class FitOptions:
     batch_rows: int
     learning_rate: float
     seed: int
+    closed_form_rows: int = 32768
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -48,21 +47,18 @@ class FitOptions:
             )
 
 
-def targets_of(rows: TrainingRows, batch: TrainingBatch, label: LabelDefinition) -> LossTargets:
-    """Labels and contributions of one batch; packed stores bring their own labels."""
-    activations = batch.activations
-    if activations.dtype == torch.bool:
-        return LossTargets(activations, None)
-    contributions = activations.abs()
-    if rows.unit_norms is not None:
-        contributions = contributions * rows.unit_norms[: contributions.shape[0]]
-    if rows.block == "attention":
-        count = num_kept(label.share, contributions.shape[-1])
-        chosen = contributions.topk(count, dim=-1, sorted=False).indices
-        true = torch.zeros_like(contributions, dtype=torch.bool).scatter_(-1, chosen, True)
-        return LossTargets(true, contributions)
-    signed = activations if label.kind == "positive" else contributions
-    return LossTargets(true_active(signed, None, label), contributions)
+def targets_of(batch: TrainingBatch, block: Block, label: LabelDefinition) -> LossTargets:
+    """Labels and contributions of one batch; packed stores bring their own labels. Heads have no exact zeros: theirs
+    are the top groups at the label's share."""
+    if batch.contributions is None:
+        return LossTargets(batch.activations, None)
+    if block == "attention":
+        count = num_kept(label.share, batch.contributions.shape[-1])
+        chosen = batch.contributions.topk(count, dim=-1, sorted=False).indices
+        true = torch.zeros_like(batch.contributions, dtype=torch.bool).scatter_(-1, chosen, True)
+        return LossTargets(true, batch.contributions)
+    signed = batch.activations if label.kind == "positive" else batch.contributions
+    return LossTargets(true_active(signed, None, label), batch.contributions)
 
 
 def learning_rate_at(step: int, steps: int, peak: float) -> float:
@@ -73,25 +69,23 @@ def learning_rate_at(step: int, steps: int, peak: float) -> float:
 
 
 @torch.no_grad()
-def initialise_closed_form(stack: PredictorStack, rows: TrainingRows) -> None:
+def initialise_closed_form(stack: PredictorStack, rows: TrainingRows, max_rows: int) -> None:
     """Start every layer at the best low-rank regression of the relative magnitudes: no gradient step needed.
 
     Both factors are scaled to unit variance, so that one learning rate suits all layers.
     """
-    sample = rows.sample("train", CLOSED_FORM_ROWS)
+    sample = rows.sample("train", max_rows)
     for index in range(stack.num_layers):
         sums = RegressionSums(stack.first.shape[2], stack.second.shape[1], stack.first.device)
         for block in sample:
             batch = rows.layer_rows(index, [block])
-            contributions = batch.activations[0].abs().float()
-            if rows.unit_norms is not None:
-                contributions = contributions * rows.unit_norms[index]
-            sums.add(batch.inputs[0], relative_magnitude(contributions))
+            if batch.contributions is None:
+                raise ValueError("closed-form initialisation needs activations; packed labels: --initialisation random")
+            sums.add(batch.inputs[0], relative_magnitude(batch.contributions[0]))
         fitted = sums.fit(stack.first.shape[1])
         spread = (sums.y_variance().mean()).sqrt().float()
-        stack.first[index].zero_()
+        rank = fitted.first.shape[0]  # fewer than asked for where the block has fewer inputs
         stack.second[index].zero_()
-        rank = fitted.first.shape[0]  # fewer than asked for where the block has fewer units
         stack.first[index, :rank] = fitted.first
         stack.second[index, :, :rank] = fitted.second / spread
         stack.bias[index] = fitted.bias / spread
@@ -113,7 +107,7 @@ def fit_scores(
     """
     fingerprint = {**asdict(options), "layers": rows.layers, "rows": rows.store.num_rows, "block": rows.block}
     if options.initialisation == "closed_form":
-        initialise_closed_form(stack, rows)
+        initialise_closed_form(stack, rows, options.closed_form_rows)
     elif options.initialisation != "random":
         raise ValueError(f"--initialisation {options.initialisation!r}: choose closed_form or random")
     parameters = [stack.first, stack.second, stack.bias]
@@ -126,7 +120,7 @@ def fit_scores(
             group["lr"] = learning_rate_at(step, options.steps, options.learning_rate)
         batch = rows.load(next(batches))
         with torch.no_grad():
-            targets = targets_of(rows, batch, options.label)
+            targets = targets_of(batch, rows.block, options.label)
         per_layer = loss_function(stack.scores(batch.inputs), targets)
         if not bool(per_layer.isfinite().all()):
             bad = [rows.layers[i] for i in (~per_layer.isfinite()).nonzero().flatten().tolist()]

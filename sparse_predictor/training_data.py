@@ -3,7 +3,7 @@
 Legend: L layers, n rows, D hidden, U units, F neurons, G key-value groups.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,12 +26,14 @@ class TrainingBatch:
     """`inputs` [L, n, D]: what predictors see; `own_inputs` [L, n, D]: the blocks' own (equal without look-ahead).
 
     `activations` [L, n, U]: float (signed activations of neurons; norms of key-value groups), or bool where the
-    store keeps packed labels only.
+    store keeps packed labels only. `contributions` [L, n, U] >= 0: what each unit writes, |a_j| * ||down_j|| or the
+    group's norm; None with packed labels.
     """
 
     inputs: Tensor
     own_inputs: Tensor
     activations: Tensor
+    contributions: Tensor | None
 
 
 class TrainingRows:
@@ -100,18 +102,24 @@ class TrainingRows:
 
     def load(self, ranges: Ranges) -> TrainingBatch:
         """Read row ranges of every layer onto the device, as float32."""
-        inputs = torch.stack([self._inputs(layer, ranges) for layer in self.source_layers])
-        own = inputs
-        if self.source_layers != self.layers:
-            own = torch.stack([self._inputs(layer, ranges) for layer in self.layers])
-        return TrainingBatch(inputs, own, torch.stack([self._activations(layer, ranges) for layer in self.layers]))
+        return self._load(range(len(self.layers)), ranges)
 
     def layer_rows(self, index: int, ranges: Ranges) -> TrainingBatch:
         """As `load`, for the layer at one place of `layers` only; L = 1."""
-        layer, source = self.layers[index], self.source_layers[index]
-        own = self._inputs(layer, ranges)[None]
-        inputs = own if source == layer else self._inputs(source, ranges)[None]
-        return TrainingBatch(inputs, own, self._activations(layer, ranges)[None])
+        return self._load([index], ranges)
+
+    def _load(self, places: Sequence[int], ranges: Ranges) -> TrainingBatch:
+        own = torch.stack([self._inputs(self.layers[place], ranges) for place in places])
+        inputs = own
+        if any(self.source_layers[place] != self.layers[place] for place in places):
+            inputs = torch.stack([self._inputs(self.source_layers[place], ranges) for place in places])
+        activations = torch.stack([self._activations(self.layers[place], ranges) for place in places])
+        contributions = None
+        if activations.dtype != torch.bool:
+            contributions = activations.abs()
+            if self.unit_norms is not None:
+                contributions *= self.unit_norms[list(places)]
+        return TrainingBatch(inputs, own, activations, contributions)
 
     def _inputs(self, layer: int, ranges: Ranges) -> Tensor:
         residual = self.store.mlp_x(layer) if self.block == "mlp" else self.store.att_x(layer)

@@ -1,0 +1,298 @@
+"""Score a model, dense and sparse in one process: perplexity, achieved densities, recall and precision, decode speed.
+
+Dense is always run first and is the baseline of every record. Several methods and densities may be given; each
+pair is one sparse run.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from loguru import logger
+
+from analysis.results import Record, append_record, make_record
+from data.corpora import iter_documents, parse_corpus, token_documents
+from modules.decoder import Decoder
+from modules.generation import generate
+from modules.requests import GenerationRequest, GenerationTimings
+from modules.scoring import Likelihood, perplexity
+from modules.sparsity import BLOCKS, SparsityStats
+from scripts.command_line import progress, run_stage
+from scripts.model_loading import ModelOptions
+from sparse_predictor.cost import mlp_bytes_share, thinned_densities
+from sparse_predictor.metrics import SelectionQuality, measure_selection
+from sparse_predictor.selection import Method, Selection, SparsePhases, attach_selection, remove_sparsity
+
+TASKS = ("perplexity",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """Score a model, dense and sparse in one process."""
+
+    output: Path
+    """JSON lines; records are appended."""
+    corpus: str = "wikitext"
+    """wikitext[:SPLIT], c4[:SPLIT], a .txt, .jsonl or .jsonl.gz file, or self[:SEED]; the test side by default."""
+    tasks: str = "perplexity"
+    """Comma-separated; perplexity is what this version scores."""
+    method: tuple[Method, ...] = ("dense",)
+    """One or several: dense predictor oracle static random cats teal."""
+    predictors: Path | None = None
+    """Directory written by scripts.train."""
+    mlp_density: tuple[float, ...] = (0.5,)
+    """One or several; every method is run at each."""
+    head_density: float = 1.0
+    """Share of key-value groups of heads kept."""
+    sparse_phases: SparsePhases = "all"
+    """all: each scored token selects for itself, as when decoded. decode leaves scoring dense."""
+    density_budget: Path | None = None
+    """JSON file with one density a layer."""
+    window: int = 2048
+    """Tokens a window; documents are scored one by one."""
+    stride: int | None = None
+    """Tokens between window starts; the window itself by default (no overlap)."""
+    max_windows: int | None = None
+    """Score at most so many windows."""
+    max_tokens: int | None = None
+    """Read at most so many tokens of the corpus."""
+    quality_windows: int = 4
+    """Windows of each sparse run on which recall and precision are measured; 0: none."""
+    decode_tokens: int = 0
+    """Also time greedy decoding of so many tokens at batch 1, dense and sparse alternating; 0: not timed."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run over the text."""
+
+    likelihood: Likelihood
+    seconds: float
+    num_windows: int
+
+
+def score_documents(model: Decoder, documents: Sequence[Sequence[int]], options: Options, title: str) -> Score:
+    """Perplexity over whole documents, `max_windows` windows at most in all."""
+    left = options.max_windows
+    total, windows = Likelihood(), 0
+    started = time.perf_counter()
+    num_tokens = sum(map(len, documents))
+    with progress((), title, quiet=options.quiet, unit="tok", total=num_tokens) as bar:
+        for document in documents:
+            seen = 0
+
+            def on_window(piece: Any, likelihood: Likelihood) -> None:
+                nonlocal seen
+                seen += 1
+                bar.update(likelihood.num_tokens)
+
+            total += perplexity(
+                model,
+                document,
+                window=options.window,
+                stride=options.stride,
+                max_windows=left,
+                batch_size=options.batch_size,
+                on_window=on_window,
+            )
+            windows += seen
+            if left is not None:
+                left -= seen
+                if left <= 0:
+                    break
+        bar.update(num_tokens - bar.n)  # first tokens of windows, and what --max-windows leaves out
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return Score(total, time.perf_counter() - started, windows)
+
+
+def decode_speed(model: Decoder, prompt: Sequence[int], num_tokens: int) -> float:
+    """Tokens a second of greedy decoding at batch 1; the prompt is not counted and EOS does not stop it."""
+    timings = GenerationTimings()
+    request = GenerationRequest(prompt_token_ids=prompt, max_new_tokens=num_tokens + 1)
+    generate(model, [request], eos_token_ids=(), timings=timings)
+    return timings.decode_tokens_per_s
+
+
+def decode_speeds(model: Decoder, selection: Selection, prompt: Sequence[int], num_tokens: int) -> tuple[float, float]:
+    """(sparse, dense) decode speed: median of three, the two alternating so that both see the same machine."""
+    sparse, dense = [], []
+    for _ in range(3):
+        remove_sparsity(model)
+        dense.append(decode_speed(model, prompt, num_tokens))
+        attach_selection(model, selection)
+        sparse.append(decode_speed(model, prompt, num_tokens))
+    return median(sparse), median(dense)
+
+
+def achieved(model: Decoder, selection: Selection, stats: SparsityStats) -> dict[str, Any]:
+    """What a sparse run really did, for its record: densities, calls by path, bytes read."""
+    per_layer = {block: stats.densities(block) for block in BLOCKS}
+    if selection.method == "teal":
+        per_layer["mlp"] = thinned_densities(model)
+    executions = stats.executions()
+    return {
+        "mlp_density": sum(per_layer["mlp"]) / len(per_layer["mlp"]),
+        "head_density": stats.mean_density("attention"),
+        "per_layer": per_layer,
+        "executions": executions,
+        "sparse_calls": executions["gather"] + executions["mask"],
+        "bytes_read_share": mlp_bytes_share(model, selection.method, stats),
+    }
+
+
+def quality_of(quality: SelectionQuality) -> dict[str, Any]:
+    """Recall and precision for a record: of the MLP, and of heads and each layer where they were selected."""
+    found: dict[str, Any] = {"per_layer": {}}
+    for block in BLOCKS:
+        pooled = quality.pooled(block)
+        if pooled is None:
+            continue
+        layers = quality.per_layer(block)
+        found["per_layer"][block] = {
+            "recall": [overlap.recall for overlap in layers],
+            "precision": [overlap.precision for overlap in layers],
+        }
+        prefix = "" if block == "mlp" else "head_"
+        found[f"{prefix}recall"], found[f"{prefix}precision"] = pooled.recall, pooled.precision
+    return found
+
+
+def sparse_records(
+    model: Decoder,
+    documents: Sequence[Sequence[int]],
+    options: Options,
+    selection: Selection,
+    labels: dict[str, Any],
+    dense: Score,
+) -> list[Record]:
+    """One sparse run: its perplexity record and, if asked for, its decode speed."""
+    title = f"{selection.method} {selection.mlp_density:g}"
+    stats = attach_selection(model, selection)
+    score = score_documents(model, documents, options, title)
+    labels = {
+        **labels,
+        "method": selection.method,
+        "mlp_density": selection.mlp_density,
+        "head_density": selection.head_density,
+        "phase": selection.sparse_phases,
+    }
+    done = achieved(model, selection, stats)
+    measured: dict[str, Any] = {}
+    if options.quality_windows and selection.method != "teal" and done["sparse_calls"]:
+        attach_selection(model, selection)
+        quality = measure_selection(model, selection.densities(model.config.num_hidden_layers))
+        sample = replace(options, max_windows=options.quality_windows, quiet=True)
+        score_documents(model, documents, sample, title)
+        measured = {"quality": quality_of(quality)}
+    records = [
+        make_record(
+            "perplexity",
+            {**labels, "execution": "mask" if done["executions"]["mask"] else "gather"},
+            "perplexity",
+            score.likelihood.perplexity,
+            "",
+            baseline={"name": "dense", "value": dense.likelihood.perplexity},
+            achieved=done,
+            timing={"seconds": score.seconds, "dense_seconds": dense.seconds},
+            **measured,
+        )
+    ]
+    if options.decode_tokens:
+        prompt = documents[0][: min(64, options.window)]
+        sparse_speed, dense_speed = decode_speeds(model, selection, prompt, options.decode_tokens)
+        records.append(
+            make_record(
+                "decode",
+                {**labels, "batch_size": 1, "num_tokens": options.decode_tokens, "execution": "gather"},
+                "tokens_per_s",
+                sparse_speed,
+                "tokens/s",
+                baseline={"name": "dense", "value": dense_speed},
+            )
+        )
+    remove_sparsity(model)
+    return records
+
+
+def main(options: Options) -> list[Record]:
+    """Run dense, then every method at every density; append one record each and return them."""
+    tasks = [task for task in options.tasks.split(",") if task]
+    unknown = sorted(set(tasks) - set(TASKS))
+    if unknown or not tasks:
+        raise ValueError(f"--tasks {options.tasks!r}: this version scores {', '.join(TASKS)}")
+    selections = [
+        Selection(
+            method=method,
+            predictors=options.predictors,
+            mlp_density=density,
+            head_density=options.head_density,
+            sparse_phases=options.sparse_phases,
+            density_budget=options.density_budget,
+            seed=options.seed,
+        )
+        for method in options.method
+        if method != "dense"
+        for density in options.mlp_density
+    ]
+    corpus = parse_corpus(options.corpus, side="test")
+    loaded = options.load()
+    model = loaded.model
+    # Attach each once before anything is measured, so that a missing predictor fails in seconds, not after a run.
+    for selection in selections:
+        attach_selection(model, selection)
+    remove_sparsity(model)
+    if options.sparse_phases == "decode" and selections:
+        logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
+    documents = list(
+        token_documents(
+            loaded.tokenizer,
+            iter_documents(options.corpus, side="test", self_writer=loaded.self_writer(quiet=options.quiet)),
+            max_tokens=options.max_tokens,
+            vocab_size=model.config.vocab_size,
+        )
+    )
+    attach_selection(model, Selection())
+    dense = score_documents(model, documents, options, "dense")
+    labels: dict[str, Any] = {
+        "model": loaded.model_id,
+        "task": f"perplexity:{corpus.label}",
+        "window": options.window,
+        "stride": options.stride or options.window,
+        "num_tokens": dense.likelihood.num_tokens,
+        "batch_size": options.batch_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": "trained",
+        "seed": options.seed,
+    }
+    records = [
+        make_record(
+            "perplexity",
+            {
+                **labels,
+                "method": "dense",
+                "mlp_density": 1.0,
+                "head_density": 1.0,
+                "phase": "all",
+                "execution": "dense",
+            },
+            "perplexity",
+            dense.likelihood.perplexity,
+            "",
+            timing={"seconds": dense.seconds},
+        )
+    ]
+    append_record(options.output, records[0])
+    for selection in selections:
+        for record in sparse_records(model, documents, options, selection, labels, dense):
+            append_record(options.output, record)
+            records.append(record)
+    return records
+
+
+if __name__ == "__main__":
+    run_stage(main, Options)

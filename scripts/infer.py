@@ -1,0 +1,159 @@
+"""Continue the prompts of a JSON-lines file, dense or sparse; one JSON line an answer.
+
+Input and output lines are described in `data.prompts`. A request's own options win over the flags; the flags win over
+the model's generation_config.json.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from data.prompts import CompletionRecord, CompletionWriter, PromptRequest, check_option, read_prompts
+from modules.generation import generate
+from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
+from modules.sampling import SamplingParams, mix_seed
+from scripts.command_line import progress, run_stage
+from scripts.model_loading import LoadedModel, ModelOptions, chat_token_ids, decode_text
+from scripts.selection_options import SelectionOptions
+
+GREEDY = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SelectionOptions, ModelOptions):
+    """Continue the prompts of a JSON-lines file, dense or sparse."""
+
+    input: Path
+    """JSON lines: prompt or prompt_token_ids; optionally id and the request's own options."""
+    output: Path
+    """JSON lines, one an answer."""
+    max_new_tokens: int = 64
+    """Tokens to generate at most; 0 only scores the prompt (with --echo)."""
+    temperature: float | None = None
+    """0: greedy. Not given: as generation_config.json says, else greedy."""
+    top_k: int | None = None
+    """Sample from the k likeliest tokens; -1: all."""
+    top_p: float | None = None
+    """Sample from the likeliest tokens that together reach this probability."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; the text ends before them."""
+    echo: bool = False
+    """Put the prompt's log-probabilities before the answer's."""
+    chat: bool = False
+    """Each prompt is a user's message: put it into the model's chat template."""
+    resume: bool = False
+    """Keep the answers that the output already holds, and do the rest."""
+    tp_size: int = 1
+    """Ranks that share each layer."""
+    pp_size: int = 1
+    """Pipeline stages."""
+
+
+def main(options: Options) -> GenerationTimings:
+    """Answer every prompt that has no answer yet; returns where the time went."""
+    for name in ("tp_size", "pp_size"):
+        if getattr(options, name) != 1:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag} {getattr(options, name)} needs the parallel engine; this command runs one process"
+            )
+    requests = read_prompts(options.input)
+    flags = {name: _flag(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")}
+    loaded = options.load()
+    stats = options.attach(loaded.model, seed=options.seed)
+    defaults = _defaults(flags, loaded)
+    # A request without a seed has one of its own, so that equal prompts differ and --resume changes nothing.
+    seeds = {request.id: mix_seed(options.seed, position) >> 1 for position, request in enumerate(requests)}
+
+    def prepare(request: PromptRequest) -> GenerationRequest:
+        values = request.options({**defaults, "seed": seeds[request.id]})
+        if values["stop"]:
+            loaded.require_tokenizer(f"request {request.id!r} has stop strings")
+        return GenerationRequest(
+            prompt_token_ids=_token_ids(request, loaded, chat=options.chat),
+            max_new_tokens=values["max_new_tokens"],
+            sampling=SamplingParams(**{name: values[name] for name in ("temperature", "top_k", "top_p", "seed")}),
+            stop=values["stop"],
+            echo=options.echo,
+            request_id=request.id,
+        )
+
+    # All of them before the output is opened: what is wrong with a prompt must not cost the answers already there.
+    prepared = {request.id: prepare(request) for request in requests}
+    timings = GenerationTimings()
+    with CompletionWriter(options.output, requests, resume=options.resume, prompts_path=options.input) as writer:
+        pending = writer.pending
+        if len(pending) < len(requests):
+            logger.info(f"{len(requests) - len(pending)} of {len(requests)} prompts are answered already")
+        with progress((), "prompts", quiet=options.quiet, total=len(pending), unit="prompt") as bar:
+
+            def finish(request_idx: int, result: GenerationResult) -> None:
+                writer.write(_record(pending[request_idx], result))
+                bar.update(1)
+
+            tokenizer = loaded.tokenizer
+            generate(
+                loaded.model,
+                [prepared[request.id] for request in pending],
+                batch_size=options.batch_size,
+                eos_token_ids=loaded.generation_defaults.eos_token_ids,
+                decode=None if tokenizer is None else lambda token_ids: decode_text(tokenizer, token_ids),
+                on_finish=finish,
+                timings=timings,
+            )
+    logger.info(
+        f"{len(pending)} answers in {options.output}: prefill {timings.prefill_tokens_per_s:.1f} tokens/s, "
+        f"decode {timings.decode_tokens_per_s:.1f} tokens/s"
+    )
+    if options.method != "dense":
+        calls = ", ".join(f"{number} {path}" for path, number in stats.executions().items())
+        logger.info(f"method {options.method}: block calls by path: {calls}")
+    return timings
+
+
+def _flag(options: Options, name: str) -> Any:
+    value = getattr(options, name)
+    return value if value is None else check_option(name, value, "--" + name.replace("_", "-"))
+
+
+def _defaults(flags: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
+    """The value of every option that a request leaves out."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    theirs = loaded.generation_defaults.sampling
+    if theirs is None or any(name in given for name in GREEDY):
+        return {**GREEDY, **given}
+    theirs = {name: check_option(name, value, "generation_config.json") for name, value in theirs.items()}
+    logger.info(f"sampling as the model's generation_config.json says: {theirs} (--temperature 0 for greedy)")
+    return {**theirs, **given}
+
+
+def _token_ids(request: PromptRequest, loaded: LoadedModel, *, chat: bool) -> list[int]:
+    if request.prompt_token_ids is not None:
+        return list(request.prompt_token_ids)
+    assert request.prompt is not None
+    tokenizer = loaded.require_tokenizer(f"request {request.id!r} is text")
+    if chat:
+        return chat_token_ids(tokenizer, request.prompt)
+    # verbose=False: a prompt longer than the context gets an answer that says so, not a warning as well.
+    return list(tokenizer(request.prompt, verbose=False)["input_ids"])
+
+
+def _record(request: PromptRequest, result: GenerationResult) -> CompletionRecord:
+    return CompletionRecord(
+        id=request.id,
+        prompt=request.prompt,
+        text=result.text or "",
+        token_ids=result.token_ids,
+        logprobs=[*(result.prompt_logprobs or []), *result.logprobs],
+        finish_reason=result.finish_reason,
+        error=result.error,
+        num_prompt_tokens=result.num_prompt_tokens,
+        mlp_density=result.mlp_density,
+        head_density=result.head_density,
+    )
+
+
+if __name__ == "__main__":
+    run_stage(main, Options)

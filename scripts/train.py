@@ -1,0 +1,239 @@
+"""Train predictors of active units from an activation store: scores, stand-ins, refinement, thresholds, metrics."""
+
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from loguru import logger
+
+from analysis.results import environment_stamp
+from data.activation_store import ActivationStore
+from modules.decoder import Decoder
+from modules.sparsity import BLOCKS, Block, num_kept
+from scripts.command_line import progress, run_stage
+from scripts.model_loading import ModelOptions
+from sparse_predictor.baselines import calibrate_layer
+from sparse_predictor.labels import LabelDefinition, default_definition
+from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
+from sparse_predictor.refine import RefineOptions, refine
+from sparse_predictor.stack import PredictorStack
+from sparse_predictor.standin import fit_standins
+from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
+from sparse_predictor.thresholds import calibrate_thresholds
+from sparse_predictor.train import FitOptions, fit_scores
+from sparse_predictor.training_data import TrainingRows
+from sparse_predictor.validation import validation_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """Train predictors of active units from an activation store."""
+
+    activations: Path
+    """Activation store written by scripts.collect."""
+    output_dir: Path
+    """Where predictors, calibration, manifest and metrics go."""
+    units: Literal["mlp", "attention", "both"] = "both"
+    """What to train; the store must hold it."""
+    lookahead: int = 0
+    """Predict from the input so many layers earlier (0 or 1)."""
+    predictor_rank: str = "auto"
+    """Inner width; auto: about 5 % of the MLP's bytes."""
+    loss: str = "energy_bce"
+    """energy_bce, bce (Deja Vu's) or magnitude."""
+    label_density: float = 0.5
+    """Share of units labelled active, where the model has no exact zeros."""
+    initialisation: Literal["closed_form", "random"] = "closed_form"
+    """Start from a reduced-rank regression, or at random (Deja Vu's)."""
+    rule: Rule = "threshold"
+    """How neurons are chosen from scores: one threshold a layer, or topk a token (Deja Vu's)."""
+    densities: tuple[float, ...] = (0.5, 0.3)
+    """MLP densities to fit stand-ins and thresholds at; a run at another density uses the nearest stand-in."""
+    standin_rank: str = "auto"
+    """Rank of the linear stand-in for skipped neurons; 0: none."""
+    closed_form_rows: int = 32768
+    """Tokens that the closed-form regressions look at."""
+    steps: int = 1000
+    """Gradient steps on stored activations."""
+    batch_rows: int = 1024
+    """Tokens a step (of every layer)."""
+    learning_rate: float = 1e-3
+    """Peak, of AdamW."""
+    refine_steps: int = 400
+    """End-to-end steps of the neuron predictors against the dense model's logits; 0: none."""
+    refine_sequences: int = 8
+    """Windows of text a refinement step."""
+    refine_window: int = 1024
+    """Tokens a window."""
+    refine_learning_rate: float = 1e-3
+    """Peak, of AdamW."""
+    calibration_tokens: int = 16384
+    """Held-out tokens on which thresholds are set."""
+
+
+def main(options: Options) -> PredictorManifest:
+    """Train into `output_dir`; the manifest is written last."""
+    if options.lookahead not in (0, 1):
+        raise ValueError(f"--lookahead must be 0 or 1, got {options.lookahead}")
+    store = ActivationStore(options.activations)
+    if store.layout.units not in ("both", options.units):
+        raise ValueError(f"{options.activations} holds units {store.layout.units}, not {options.units}")
+    loaded = options.load()
+    model, config = loaded.model, loaded.model.config
+    if store.layout.config_hash != config.config_hash():
+        raise ValueError(
+            f"{options.activations} was collected from {store.layout.model} (config {store.layout.config_hash}), "
+            f"not from {loaded.model_id} (config {config.config_hash()})"
+        )
+    for density in options.densities:
+        num_kept(density, config.intermediate_size)
+    label = default_definition(config, options.label_density)
+    rows = {
+        block: TrainingRows(store, model, block, lookahead=options.lookahead, device=model.device)
+        for block in BLOCKS
+        if options.units in ("both", block)
+    }
+    stacks: dict[Block, PredictorStack] = {}
+    metrics: dict[str, Any] = {}
+    for block in rows:
+        stacks[block] = fit_block(options, rows[block], label)
+    if "mlp" in stacks and options.refine_steps:
+        metrics["refinement"] = refine_neurons(options, model, store, stacks["mlp"])
+    predictors: dict[tuple[int, Block], Predictor] = {}
+    for block, stack in stacks.items():
+        rule = options.rule if block == "mlp" else "topk"
+        metrics[block] = validation_metrics(stack, rows[block], label, options.densities, rule)
+        for layer, predictor in zip(store.layers, stack.to_predictors(), strict=True):
+            predictors[layer, block] = predictor.to(model.device)
+    if "mlp" in stacks and len(store.layers) == config.num_hidden_layers:
+        neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
+        held_out = held_out_windows(options, store).to(model.device)
+        calibrate_thresholds(model, neurons, held_out, options.densities, options.lookahead)
+    calibration = {
+        layer: calibrate_layer(rows.get("mlp"), rows.get("attention"), index, label)
+        for index, layer in enumerate(progress(store.layers, "calibrating baselines", quiet=options.quiet))
+    }
+    manifest = PredictorManifest(
+        model_id=loaded.model_id,
+        config_hash=config.config_hash(),
+        weights_sample=weights_sample(model),
+        layers=list(store.layers),
+        blocks=list(stacks),
+        lookahead=options.lookahead,
+        mlp_rule=options.rule,
+        predictor_rank={block: stack.first.shape[1] for block, stack in stacks.items()},
+        standin_rank=stacks["mlp"].standin_in.shape[2] if "mlp" in stacks else 0,
+        densities=list(options.densities),
+        definitions={"label": label.to_manifest(), "store": dict(store.layout.definitions), "rows": store.num_rows},
+        training={key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
+        provenance={"command_line": shlex.join(sys.argv), "git_commit": environment_stamp()["commit"]},
+    )
+    save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
+    report(metrics, options)
+    return manifest
+
+
+def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> PredictorStack:
+    """Stage A for one kind of block: scores, then (neurons) stand-ins."""
+    config = rows.model.config
+    share = auto_rank(config) if rows.block == "mlp" else auto_head_rank(config)
+    rank = parse_rank(options.predictor_rank, share, "--predictor-rank", 1)
+    standin_rank = parse_rank(options.standin_rank, auto_standin_rank(config), "--standin-rank", 0)
+    stack = PredictorStack(
+        len(rows.layers),
+        config.hidden_size,
+        rows.num_units,
+        rank,
+        densities=options.densities if rows.block == "mlp" else (),
+        standin_rank=standin_rank if rows.block == "mlp" else 0,
+        device=rows.device,
+        seed=options.seed,
+    )
+    fit = FitOptions(
+        loss=options.loss,
+        label=label,
+        initialisation=options.initialisation,
+        steps=options.steps,
+        batch_rows=options.batch_rows,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        closed_form_rows=options.closed_form_rows,
+    )
+    with progress((), f"fitting {rows.block}", quiet=options.quiet, total=options.steps, unit="step") as bar:
+        fit_scores(
+            stack,
+            rows,
+            fit,
+            state_path=options.output_dir / f"training_{rows.block}.pt",
+            on_step=lambda step, loss: advance(bar, step, loss),
+        )
+    if rows.block == "mlp":
+        fit_standins(stack, rows, max_rows=options.closed_form_rows)
+    return stack
+
+
+def refine_neurons(options: Options, model: Decoder, store: ActivationStore, stack: PredictorStack) -> dict[str, Any]:
+    """Stage B; returns the divergence at its beginning and end, nats a token."""
+    text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges("train")])
+    refinement = RefineOptions(
+        steps=options.refine_steps,
+        batch_sequences=options.refine_sequences,
+        window=min(options.refine_window, model.config.max_position_embeddings),
+        learning_rate=options.refine_learning_rate,
+        densities=options.densities,
+        seed=options.seed,
+    )
+    with progress((), "refining", quiet=options.quiet, total=refinement.steps, unit="step") as bar:
+        losses = refine(
+            model,
+            stack,
+            text,
+            refinement,
+            lookahead=options.lookahead,
+            on_step=lambda step, loss: advance(bar, step, loss),
+        )
+    tail = max(1, len(losses) // 10)
+    return {"first": float(np.mean(losses[:tail])), "last": float(np.mean(losses[-tail:])), "steps": len(losses)}
+
+
+def held_out_windows(options: Options, store: ActivationStore) -> torch.Tensor:
+    """About `calibration_tokens` tokens of validation documents as windows [B, T]."""
+    text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges("validation")])
+    window = min(options.refine_window, len(text))
+    count = max(1, min(len(text), options.calibration_tokens) // window)
+    return torch.from_numpy(text[: count * window].reshape(count, window).astype(np.int64))
+
+
+def parse_rank(text: str, automatic: int, flag: str, least: int) -> int:
+    """`auto`, or a whole number of at least `least`."""
+    if text == "auto":
+        return automatic
+    if not text.isdigit() or int(text) < least:
+        raise ValueError(f"{flag} must be auto or a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def advance(bar: Any, step: int, loss: float) -> None:
+    """Move a progress bar to `step` and show the loss."""
+    bar.update(step + 1 - bar.n)
+    bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+
+
+def report(metrics: dict[str, Any], options: Options) -> None:
+    """One line a kind of block and density; the layers are in metrics.json."""
+    for block in BLOCKS:
+        for density, found in metrics.get(block, {}).get("at", {}).items():
+            recall, precision, chosen = (float(np.mean(found[key])) for key in ("recall", "precision", "density"))
+            logger.info(f"{block} at {density}: recall {recall:.3f}, precision {precision:.3f}, density {chosen:.3f}")
+    if "refinement" in metrics:
+        refinement = metrics["refinement"]
+        logger.info(f"refinement: divergence {refinement['first']:.4f} -> {refinement['last']:.4f} nats a token")
+    logger.info(f"predictors are in {options.output_dir}")
+
+
+if __name__ == "__main__":
+    run_stage(main, Options)

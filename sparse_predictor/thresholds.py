@@ -1,0 +1,60 @@
+"""Thresholds that keep a stated share of neurons, measured in the run they are for.
+
+A layer's scores depend on what the layers before it skipped. So each layer's threshold is set on states that the
+already calibrated sparse layers before it produced, all in one pass over held-out text.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from modules.decoder import Decoder
+from modules.sparsity import ActiveSet, SelectionContext
+from sparse_predictor.calibration import quantiles_of, threshold_at
+from sparse_predictor.predictor import Predictor
+from sparse_predictor.selection import apply_sparsity, remove_sparsity
+from sparse_predictor.selectors import PredictorSelector
+
+# Scores sorted a layer: the share kept on them is within about 0.001 of the target.
+MAX_SORTED = 4_000_000
+
+
+class CalibratingSelector(PredictorSelector):
+    """Sets its predictor's threshold from the batch at hand, then selects by it; density None: stays dense and
+    records the quantiles of its scores."""
+
+    def __init__(self, predictor: Predictor, density: float | None, lookahead: int) -> None:
+        super().__init__(predictor, 1.0 if density is None else density, "threshold", lookahead)
+        self.density = density
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        scores = self.predictor.scores(self.source(hidden_states, context)).flatten(0, 1)
+        if context.valid is not None:
+            scores = scores[context.valid.flatten()]
+        step = -(-scores.numel() // MAX_SORTED)
+        quantiles = quantiles_of(scores[::step])
+        if self.density is None:
+            self.predictor.score_quantiles.copy_(quantiles)
+            return None
+        self.threshold = threshold_at(quantiles, self.density)
+        index = self.predictor.calibrated_index(self.density)
+        if index is not None:
+            self.predictor.thresholds[index] = self.threshold
+        return super().select(hidden_states, context)
+
+
+@torch.inference_mode()
+def calibrate_thresholds(
+    model: Decoder, predictors: Mapping[int, Predictor], token_ids: Tensor, densities: Sequence[float], lookahead: int
+) -> None:
+    """Set score quantiles (dense run) and the threshold at each of `densities` (sparse runs) of every layer's MLP
+    predictor, in place. token_ids [B, T]: held-out text, one pass a density. Leaves the model dense."""
+    for density in (None, *densities):
+        selectors = {
+            (layer, "mlp"): CalibratingSelector(predictor, density, lookahead if layer >= lookahead else 0)
+            for layer, predictor in predictors.items()
+        }
+        apply_sparsity(model, selectors)  # type: ignore[arg-type]
+        model(token_ids)
+    remove_sparsity(model)
