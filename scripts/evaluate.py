@@ -248,10 +248,11 @@ def main(options: Options) -> list[Record]:
     remove_sparsity(model)
     if options.sparse_phases == "decode" and selections:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
+    writer = loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens)
     documents = list(
         token_documents(
             loaded.tokenizer,
-            iter_documents(options.corpus, side="test", self_writer=loaded.self_writer(quiet=options.quiet)),
+            iter_documents(options.corpus, side="test", self_writer=writer),
             max_tokens=options.max_tokens,
             vocab_size=model.config.vocab_size,
         )

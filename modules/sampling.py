@@ -1,0 +1,166 @@
+"""Choosing the next token: greedy, or temperature / top-k / top-p, each row of a batch with its own options.
+
+The draw of token number `step` of a request depends on its logits and (seed, step) only: one uniform number from a
+counter-based generator, put through the inverse of the cumulative distribution in order of token id. Batch size,
+batch order and device do not enter, so a request repeats.
+
+Legend: B batch, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+# Tokens less likely than this share of the likeliest are left out of the sort, if the rest is enough: sorting a
+# whole vocabulary costs a CPU more than the model's own step.
+_CUTOFFS = (2.0**-8, 2.0**-14, 2.0**-22, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request picks its tokens. `temperature` 0: greedy (the rest is then unused).
+
+    `top_k` -1: all tokens. `top_p` 1.0: all tokens; otherwise the smallest set of most likely tokens whose
+    probability reaches `top_p`, with the token that crosses it. Both: top-k first, top-p within it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+            raise ValueError(f"temperature must be a finite number >= 0 (0: greedy), got {self.temperature}")
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k must be -1 (all tokens) or at least 1, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+class NonFiniteLogitsError(ValueError):
+    """Logits with NaN or +inf, or with no finite entry: there is no distribution to choose from."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(
+            f"logits of batch row {', '.join(map(str, rows))} are not finite (NaN or inf): the weights or the "
+            "activations overflowed or hold NaN; try --dtype float32, or check the checkpoint"
+        )
+        self.rows = rows
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """64 well-mixed bits of (seed, index): element `index` of the splitmix64 stream (Steele et al. 2014) that starts
+    at the hashed seed. Also how one seed becomes many (a seed for each document, each request)."""
+    return _mix(_mix(seed & _MASK_64) + (index + 1) * _GOLDEN & _MASK_64)
+
+
+def _mix(bits: int) -> int:
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK_64
+    return bits ^ (bits >> 31)
+
+
+def uniform(seed: int, step: int) -> float:
+    """The number in [0, 1) that decides token `step` of a request with this seed (53 random bits)."""
+    return (mix_seed(seed, step) >> 11) * 2.0**-53
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raise NonFiniteLogitsError naming the rows of [B, V] that cannot be sampled. -inf (padding of the
+    vocabulary, a banned token) is allowed: such a token is never chosen."""
+    good = logits.amax(-1).isfinite()  # NaN and +inf win a maximum; -inf does so only if nothing is finite
+    if not bool(good.all()):
+        raise NonFiniteLogitsError((~good).nonzero().flatten().tolist())
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """[..., V] -> the most likely token id [...]; of equals the lowest id (torch.argmax promises the first)."""
+    return logits.argmax(-1)
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
+    """logits [B, V], one `SamplingParams` and one token number a row -> token ids int64 [B].
+
+    Raises NonFiniteLogitsError rather than choose from a broken distribution.
+    """
+    if not len(params) == len(steps) == logits.shape[0]:
+        raise ValueError(f"sample: {logits.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps")
+    check_finite(logits)
+    rows = [row for row, row_params in enumerate(params) if row_params.temperature > 0.0]
+    if not rows:
+        return greedy(logits)
+    if len(rows) == len(params):
+        return _draw(logits, params, steps)
+    token_ids = greedy(logits)
+    token_ids[rows] = _draw(logits[rows], [params[row] for row in rows], [steps[row] for row in rows])
+    return token_ids
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
+    device = logits.device
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    temperature = torch.tensor([row.temperature for row in params], dtype=wide.dtype, device=device)[:, None]
+    # Relative to the largest, so that a tiny temperature cannot overflow.
+    weights = ((wide - wide.amax(-1, keepdim=True)) / temperature.clamp(min=torch.finfo(wide.dtype).tiny)).exp()
+    draws = [uniform(row.seed, step) for row, step in zip(params, steps, strict=True)]
+    uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
+    limited = [row for row, options in enumerate(params) if options.top_k != -1 or options.top_p < 1.0]
+    if not limited:
+        return _inverse_cdf(weights, uniforms)
+    if len(limited) == len(params):
+        kept, token_ids = kept_tokens(weights, params)
+        return token_ids.gather(-1, _inverse_cdf(kept, uniforms)[:, None]).squeeze(-1)
+    drawn = _inverse_cdf(weights, uniforms)
+    kept, token_ids = kept_tokens(weights[limited], [params[row] for row in limited])
+    drawn[limited] = token_ids.gather(-1, _inverse_cdf(kept, uniforms[limited])[:, None]).squeeze(-1)
+    return drawn
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Index of the entry of weights [B, n] (>= 0, not normalised) in which uniforms [B] of the total falls."""
+    # Summed in float64: over a long vocabulary float32 would lose the rare tokens.
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    indices = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    # Rounding may put the target onto the total itself; then the last entry that has any weight is meant.
+    return torch.minimum(indices, torch.searchsorted(cumulative, total.contiguous())).squeeze(-1)
+
+
+def kept_tokens(weights: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """What top-k and top-p keep of unnormalised probabilities [B, V], each row's largest being 1.
+
+    Returns weights and token ids [B, C], most likely first, of equals the lowest id first; entries beyond a row's
+    kept set have weight 0. C varies: tokens too unlikely to be kept by any row are not sorted at all.
+    """
+    batch, vocab_size = weights.shape
+    device = weights.device
+    top_k = torch.tensor([vocab_size if row.top_k == -1 else min(row.top_k, vocab_size) for row in params])
+    top_k = top_k.to(device)[:, None]
+    top_p = torch.tensor([row.top_p for row in params], dtype=torch.float64, device=device)[:, None]
+    everything = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    for cutoff in _CUTOFFS:
+        likely = weights >= cutoff
+        count = likely.sum(-1, keepdim=True)
+        mass = (weights * likely).sum(-1, keepdim=True, dtype=torch.float64)
+        # A row's kept set lies within its likely tokens once these are k, or (without k) hold the nucleus.
+        if bool(((count >= top_k) | ((top_k == vocab_size) & (mass >= top_p * everything))).all()):
+            break
+    rows, token_ids = likely.nonzero(as_tuple=True)
+    slots = torch.arange(rows.shape[0], device=device) - (count.cumsum(0) - count).squeeze(-1)[rows]
+    values = weights.new_zeros(batch, int(count.max()))
+    values[rows, slots] = weights[rows, token_ids]
+    ids = token_ids.new_zeros(values.shape)
+    ids[rows, slots] = token_ids
+    values, order = values.sort(dim=-1, descending=True, stable=True)
+    values = values.masked_fill(torch.arange(values.shape[1], device=device) >= top_k, 0.0)
+    cumulative = values.cumsum(-1, dtype=torch.float64)
+    total = torch.where(top_k == vocab_size, everything, cumulative[:, -1:])
+    # A token stays if those before it fall short of top_p: the one that crosses the threshold is kept.
+    before = cumulative - values
+    return values.masked_fill((before >= top_p * total) & (top_p < 1.0), 0.0), ids.gather(-1, order)

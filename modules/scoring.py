@@ -1,0 +1,199 @@
+"""Log-probabilities of given tokens: perplexity, echo and log-likelihood tasks share this file.
+
+Scoring runs the model in phase `prefill`: it never decodes, so selectors act here only with `sparse_phases=all`.
+Token i is scored by the logits of position i - 1; a sequence's first token has no score.
+
+Legend: B batch, T tokens, D hidden, V vocabulary, P scored positions.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from modules.decoder import Decoder
+from modules.sampling import greedy
+
+# Logits are made for so many entries at a time (64 MiB of float32): 2048 positions of a 128k vocabulary are 1 GiB.
+_LOGITS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of one sequence's tokens 1 .. T-1, on the CPU; entry i belongs to token i + 1.
+
+    `logprobs` float32 (float64 for a float64 model) in nats; `greedy` bool: the token is the model's first choice.
+    """
+
+    logprobs: Tensor
+    greedy: Tensor
+
+
+def logprobs_at(model: Decoder, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden_states [P, D], the token that follows each [P] -> (log-probability [P], is it the argmax [P])."""
+    chunk = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
+    logprobs, firsts = [], []
+    for states, ids in zip(hidden_states.split(chunk), targets.split(chunk), strict=True):
+        logits = model.logits(states)
+        logprobs.append(chosen_logprobs(logits, ids))
+        firsts.append(greedy(logits) == ids)
+    if not logprobs:
+        return hidden_states.new_zeros(0, dtype=_wide(hidden_states.dtype)), targets.new_zeros(0, dtype=torch.bool)
+    return torch.cat(logprobs), torch.cat(firsts)
+
+
+def chosen_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """log_softmax(logits [..., V])[token_ids [...]] in float32 (float64 for float64 logits)."""
+    wide = logits.to(_wide(logits.dtype))
+    return wide.gather(-1, token_ids[..., None]).squeeze(-1) - wide.logsumexp(-1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def pad_right(sequences: Sequence[Sequence[int]], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Ragged sequences -> token ids [B, T] padded with 0, and their lengths [B], both int64 on `device`."""
+    lengths = [len(sequence) for sequence in sequences]
+    padded = torch.zeros(len(sequences), max(lengths), dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        padded[row, : lengths[row]] = torch.as_tensor(sequence, dtype=torch.int64)
+    return padded.to(device), torch.tensor(lengths, device=device)
+
+
+@torch.inference_mode()
+def score_tokens(
+    model: Decoder, token_ids: Sequence[Sequence[int]] | Tensor, *, batch_size: int = 8
+) -> list[TokenScores]:
+    """Scores every sequence of `token_ids` ([B, T] or ragged), `batch_size` of similar length at a time.
+
+    Raises ValueError for a sequence that does not fit the context, an id outside the vocabulary, or logits that are
+    not finite (the sequence's place in the list is named).
+    """
+    sequences = token_ids.tolist() if isinstance(token_ids, Tensor) else [list(ids) for ids in token_ids]
+    for idx, sequence in enumerate(sequences):
+        problem = describe_problem(model, sequence)
+        if problem:
+            raise ValueError(f"sequence {idx}: {problem}")
+    empty = TokenScores(torch.zeros(0, dtype=_wide(model.dtype)), torch.zeros(0, dtype=torch.bool))
+    scores = [empty] * len(sequences)
+    # Longest first: neighbours are of similar length (little padding), and what does not fit in memory fails at once.
+    order = sorted((i for i, ids in enumerate(sequences) if len(ids) > 1), key=lambda i: -len(sequences[i]))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        # A sequence's last token conditions nothing that is scored, so it is not run.
+        padded, lengths = pad_right([sequences[i][:-1] for i in batch], model.device)
+        hidden_states = model(padded, num_tokens=lengths, phase="prefill")
+        real = torch.arange(padded.shape[1], device=model.device) < lengths[:, None]
+        targets = torch.tensor([token for i in batch for token in sequences[i][1:]], device=model.device)
+        logprobs, firsts = logprobs_at(model, hidden_states[real], targets)
+        sizes = lengths.tolist()
+        for i, row_logprobs, row_firsts in zip(
+            batch, logprobs.cpu().split(sizes), firsts.cpu().split(sizes), strict=True
+        ):
+            if not bool(row_logprobs.isfinite().all()):
+                raise ValueError(
+                    f"sequence {i}: the model's logits are not finite (NaN or inf): the weights or the activations "
+                    "overflowed or hold NaN; try --dtype float32, or check the checkpoint"
+                )
+            scores[i] = TokenScores(row_logprobs, row_firsts)
+    return scores
+
+
+def token_logprobs(model: Decoder, token_ids: Sequence[Sequence[int]] | Tensor, *, batch_size: int = 8) -> list[Tensor]:
+    """log_softmax(logits[i - 1])[id_i] for i = 1 .. T-1 of every sequence; see `score_tokens`."""
+    return [scores.logprobs for scores in score_tokens(model, token_ids, batch_size=batch_size)]
+
+
+def describe_problem(model: Decoder, token_ids: Sequence[int]) -> str | None:
+    """Why this model cannot run a sequence (too long, ids outside the vocabulary), or None if it can."""
+    context = model.config.max_position_embeddings
+    if len(token_ids) > context:
+        return f"{len(token_ids)} tokens do not fit the model's context of {context}"
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.config.vocab_size:
+        bad = next(token for token in token_ids if not 0 <= token < model.config.vocab_size)
+        return f"token id {bad} lies outside the vocabulary of {model.config.vocab_size}"
+    return None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of a text; its first `num_context` tokens are only conditioned on, the others are scored."""
+
+    token_ids: list[int]
+    num_context: int
+
+
+def score_windows(token_ids: Sequence[int], window: int, stride: int | None = None) -> Iterator[Window]:
+    """Cuts a text into windows of `window` tokens that begin every `stride` (default: `window`) tokens.
+
+    With stride < window each token after the text's first is scored exactly once, from at least window - stride
+    tokens of context (fewer at the beginning). With stride = window the pieces do not overlap and the first token of
+    each has no context and is *not scored*: the convention of most published perplexities (GPTQ's, and Hugging
+    Face's loss, which shifts labels within a window). The last window may be shorter; no token is dropped.
+    """
+    stride = window if stride is None else stride
+    if window < 2 or not 1 <= stride <= window:
+        raise ValueError(f"window must be at least 2 and stride lie in [1, window]; got {window} and {stride}")
+    scored_to = 0
+    for start in range(0, len(token_ids), stride):
+        stop = min(start + window, len(token_ids))
+        num_context = max(1, scored_to - start)
+        if stop - start > num_context:
+            yield Window(list(token_ids[start:stop]), num_context)
+        scored_to = stop
+        if stop == len(token_ids):
+            return
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Sum of negative log-likelihoods (nats) over `num_tokens` scored tokens; add them up to merge texts."""
+
+    nll_sum: float = 0.0
+    num_tokens: int = 0
+
+    def __add__(self, other: "Likelihood") -> "Likelihood":
+        return Likelihood(self.nll_sum + other.nll_sum, self.num_tokens + other.num_tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(mean negative log-likelihood); inf where that overflows. ValueError if nothing was scored."""
+        if self.num_tokens == 0:
+            raise ValueError("perplexity: no token was scored; the text needs at least two tokens")
+        mean = self.nll_sum / self.num_tokens
+        return math.exp(mean) if mean < 709.0 else math.inf
+
+
+def perplexity(
+    model: Decoder,
+    token_ids: Sequence[int],
+    *,
+    window: int = 2048,
+    stride: int | None = None,
+    max_windows: int | None = None,
+    batch_size: int = 1,
+    on_window: Callable[[Window, Likelihood], None] | None = None,
+) -> Likelihood:
+    """Likelihood of one text in windows (see `score_windows`), `max_windows` of them at most.
+
+    `on_window` hears each window's own likelihood. ValueError if a window does not fit the context.
+    """
+    if window > model.config.max_position_embeddings:
+        raise ValueError(
+            f"window {window} does not fit the model's context of {model.config.max_position_embeddings}; "
+            "give a smaller --window"
+        )
+    windows = islice(score_windows(token_ids, window, stride), max_windows)
+    total = Likelihood()
+    while batch := list(islice(windows, batch_size)):
+        for piece, scores in zip(batch, score_tokens(model, [piece.token_ids for piece in batch]), strict=True):
+            scored = scores.logprobs[piece.num_context - 1 :]
+            likelihood = Likelihood(-float(scored.double().sum()), scored.numel())
+            total += likelihood
+            if on_window is not None:
+                on_window(piece, likelihood)
+    return total

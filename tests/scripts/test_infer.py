@@ -1,0 +1,302 @@
+"""`infer` from a folder on disk to the answers file, and the loading of models that every stage shares."""
+
+import json
+import os
+import shutil
+import subprocess
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import scripts.infer
+from modules.generation import generate
+from modules.requests import GenerationRequest
+from modules.sampling import SamplingParams
+from scripts.command_line import run_stage
+from scripts.infer import Options, main
+from scripts.model_loading import ModelOptions, chat_token_ids, resolve_device, resolve_model
+from tests.modules.tiny_models import LLAMA, save_hf_folder, tiny_decoder
+
+WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(128))]
+CHAT_TEMPLATE = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}w1"
+
+
+@pytest.fixture(scope="module")
+def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a tokenizer."""
+    folder = tmp_path_factory.mktemp("bare")
+    save_hf_folder(folder, LLAMA)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are words."""
+    folder = tmp_path_factory.mktemp("model")
+    save_hf_folder(folder, LLAMA)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(path: Path, *lines: dict[str, Any] | str) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def infer(model: Path, tmp_path: Path, *lines: dict[str, Any] | str, **options: Any) -> list[dict[str, Any]]:
+    output = tmp_path / "out.jsonl"
+    prompts = write_prompts(tmp_path / "prompts.jsonl", *lines)
+    main(Options(model=str(model), input=prompts, output=output, quiet=True, **options))
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_token_ids_need_no_tokenizer(bare_folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9], "id": "mine", "max_new_tokens": 2}]
+    records = infer(bare_folder, tmp_path, *lines, max_new_tokens=5)
+    model = tiny_decoder(LLAMA)
+    expected = generate(
+        model,
+        [
+            GenerationRequest(prompt_token_ids=[5, 6, 7], max_new_tokens=5),
+            GenerationRequest(prompt_token_ids=[9], max_new_tokens=2),
+        ],
+    )
+    assert [record["id"] for record in records] == [1, "mine"]
+    for record, result in zip(records, expected, strict=True):
+        assert record["token_ids"] == result.token_ids and record["text"] == ""
+        assert record["logprobs"] == pytest.approx(result.logprobs, abs=1e-4)
+        assert record["finish_reason"] == result.finish_reason and record["error"] is None
+        assert (record["mlp_density"], record["head_density"]) == (1.0, 1.0)
+    with pytest.raises(ValueError, match="holds no tokenizer .* request 1 is text"):
+        infer(bare_folder, tmp_path, {"prompt": "w1 w2"})
+    with pytest.raises(ValueError, match="request 1 has stop strings"):
+        infer(bare_folder, tmp_path, {"prompt_token_ids": [5]}, stop=("x",))
+
+
+def test_echo_is_aligned_with_the_prompt(folder: Path, tmp_path: Path) -> None:
+    (record,) = infer(folder, tmp_path, {"prompt": "w1 w2 w3 w4"}, echo=True, max_new_tokens=3)
+    prompt = [WORDS.index(word) for word in ("w1", "w2", "w3", "w4")]
+    token_ids = prompt + record["token_ids"]
+    model = tiny_decoder(LLAMA)
+    logprobs = model.logits(model(torch.tensor([token_ids])))[0].log_softmax(-1)
+    assert record["logprobs"][0] is None and len(record["logprobs"]) == len(token_ids) == 7
+    for i in range(1, 7):
+        assert record["logprobs"][i] == pytest.approx(float(logprobs[i - 1, token_ids[i]]), abs=1e-4)
+    assert record["num_prompt_tokens"] == 4
+    assert record["text"] == " ".join(WORDS[token] for token in record["token_ids"])
+
+
+def test_a_requests_options_win_over_the_flags_for_itself_only(folder: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "w5", "temperature": 1.0, "seed": 3, "max_new_tokens": 4},
+        {"prompt": "w5"},
+        {"prompt": "w5", "temperature": 2.0, "top_k": 7, "top_p": 0.9, "seed": 3},
+    ]
+    records = infer(folder, tmp_path, *lines, max_new_tokens=6)
+    model, prompt = tiny_decoder(LLAMA), [WORDS.index("w5")]
+    params = [
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(),
+        SamplingParams(temperature=2.0, top_k=7, top_p=0.9, seed=3),
+    ]
+    for record, sampling, count in zip(records, params, [4, 6, 6], strict=True):
+        request = GenerationRequest(prompt_token_ids=prompt, sampling=sampling, max_new_tokens=count)
+        assert record["token_ids"] == generate(model, [request])[0].token_ids
+
+
+def test_the_same_seed_repeats_and_equal_prompts_differ(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "w5 w6"}] * 4
+
+    def answers(**options: Any) -> list[list[int]]:
+        records = infer(folder, tmp_path, *lines, temperature=1.0, max_new_tokens=8, **options)
+        return [record["token_ids"] for record in records]
+
+    first = answers()
+    assert len({tuple(token_ids) for token_ids in first}) == 4
+    assert answers(batch_size=1) == first and answers(batch_size=3) == first
+    assert answers(seed=1) != first
+
+
+def test_stop_strings_span_tokens_and_end_the_text(folder: Path, tmp_path: Path) -> None:
+    (whole,) = infer(folder, tmp_path, {"prompt": "w7"}, max_new_tokens=8)
+    words = whole["text"].split()
+    stop = f"{words[2]} {words[3]}"
+    (record,) = infer(folder, tmp_path, {"prompt": "w7", "stop": stop}, max_new_tokens=8)
+    assert record["finish_reason"] == "stop"
+    assert record["text"] == whole["text"][: whole["text"].index(stop)]
+    assert record["token_ids"] == whole["token_ids"][: len(record["token_ids"])]
+
+
+def test_a_prompt_beyond_the_context_fails_alone(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "w1"}, {"prompt": "w2 " * 65, "id": "long"}, {"prompt": "w3"}]
+    records = infer(folder, tmp_path, *lines, max_new_tokens=2, echo=True)
+    assert [record["finish_reason"] for record in records] == ["length", "error", "length"]
+    assert "65 tokens do not fit the model's context of 64" in records[1]["error"]
+    assert records[1]["token_ids"] == [] == records[1]["logprobs"] and records[1]["num_prompt_tokens"] == 65
+
+
+def test_resume_keeps_the_answers_and_completes_the_rest(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"prompt": f"w{i}"} for i in range(5)]
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "batch_size": 1}  # to the last bit
+    whole = infer(folder, tmp_path, *lines, **options)
+    output = tmp_path / "out.jsonl"
+    complete = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(complete[:2]) + complete[2][:20])
+    generated: list[int] = []
+
+    def counting_generate(model: Any, requests: list[GenerationRequest], **arguments: Any) -> Any:
+        generated.append(len(requests))
+        return generate(model, requests, **arguments)
+
+    monkeypatch.setattr(scripts.infer, "generate", counting_generate)
+    assert infer(folder, tmp_path, *lines, resume=True, **options) == whole
+    assert generated == [3]
+    assert infer(folder, tmp_path, *lines, resume=True, **options) == whole, "nothing left to do"
+    assert infer(folder, tmp_path, *lines, **options) == whole, "run twice: written anew, not appended"
+
+
+def test_sparse_runs_report_what_they_computed(folder: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": "w1 w2"}, {"prompt": "w3"}]
+    dense = infer(folder, tmp_path, *lines, max_new_tokens=5)
+    full = infer(folder, tmp_path, *lines, max_new_tokens=5, method="oracle", mlp_density=1.0)
+    assert full == dense
+    half = infer(folder, tmp_path, *lines, max_new_tokens=5, method="random", mlp_density=0.5, head_density=0.5)
+    assert [record["mlp_density"] for record in half] == [0.5, 0.5]
+    assert [record["head_density"] for record in half] == [0.5, 0.5]
+
+
+def test_generation_config_decides_where_no_flag_does(folder: Path, bare_folder: Path, tmp_path: Path) -> None:
+    config = {"eos_token_id": [2, 50], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    model = tmp_path / "sampling-model"
+    model.mkdir()
+    for file in bare_folder.iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    (model / "generation_config.json").write_text(json.dumps(config))
+    line = {"prompt_token_ids": [5, 6], "seed": 4}
+
+    def expected(sampling: SamplingParams) -> list[int]:
+        request = GenerationRequest(prompt_token_ids=[5, 6], max_new_tokens=20, sampling=sampling)
+        return generate(tiny_decoder(LLAMA), [request], eos_token_ids=[2, 50])[0].token_ids
+
+    (theirs,) = infer(model, tmp_path, line, max_new_tokens=20)
+    assert theirs["token_ids"] == expected(SamplingParams(temperature=0.6, top_k=50, top_p=0.9, seed=4))
+    (ours,) = infer(model, tmp_path, line, max_new_tokens=20, temperature=0.0)
+    assert ours["token_ids"] == expected(SamplingParams())
+    (model / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": ours["token_ids"][1]}))
+    (stopped,) = infer(model, tmp_path, line, max_new_tokens=20, temperature=0.0)
+    assert stopped["token_ids"] == ours["token_ids"][:2] and stopped["finish_reason"] == "stop"
+
+
+def test_chat_puts_the_prompt_into_the_template(folder: Path, bare_folder: Path, tmp_path: Path) -> None:
+    tokenizer = ModelOptions(model=str(folder), quiet=True).load().tokenizer
+    assert tokenizer is not None
+    token_ids = chat_token_ids(tokenizer, "w5 w6")
+    assert token_ids == [WORDS.index(word) for word in ("<s>", "w5", "w6", "w1")]
+    (record,) = infer(folder, tmp_path, {"prompt": "w5 w6"}, chat=True, max_new_tokens=3)
+    (plain,) = infer(folder, tmp_path, {"prompt_token_ids": token_ids}, max_new_tokens=3)
+    assert record["num_prompt_tokens"] == 4 and record["token_ids"] == plain["token_ids"]
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_token_ids(tokenizer, "w5")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 2}, "--tp-size 2 needs the parallel engine"),
+        ({"pp_size": 3}, "--pp-size 3 needs the parallel engine"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"top_k": 0}, "--top-k"),
+        ({"top_p": 1.5}, "--top-p"),
+        ({"max_new_tokens": -1}, "--max-new-tokens"),
+        ({"stop": ("",)}, "--stop"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"seed": -1}, "--seed must lie in"),
+        ({"method": "random", "mlp_density": 1.5}, "density must lie in"),
+        ({"device": "tpu"}, "--device 'tpu': give auto, cpu, cuda"),
+    ],
+)
+def test_impossible_flags_are_refused_before_the_output_is_touched(
+    folder: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "out.jsonl").write_text("earlier answers\n")
+    with pytest.raises(ValueError, match=message):
+        infer(folder, tmp_path, {"prompt": "w1"}, **options)
+    assert (tmp_path / "out.jsonl").read_text() == "earlier answers\n"
+
+
+def test_a_line_that_is_not_json_is_named_with_exit_code_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "w1"}, "{oops")
+    arguments = ["--model", str(folder), "--input", str(prompts), "--output", str(tmp_path / "out.jsonl"), "--quiet"]
+    with pytest.raises(SystemExit) as stop:
+        run_stage(main, Options, arguments)
+    assert stop.value.code == 2
+    assert "line 2: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder; give a checkpoint folder or a hub id"):
+        resolve_model(str(tmp_path / "missing"))
+    (tmp_path / "model.gguf").write_text("x")
+    with pytest.raises(ValueError, match="is a file; convert it first"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(ValueError, match="no such folder, and not to be had from the hub"):
+        resolve_model("nobody/no-such-model")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="offers 0 CUDA devices"):
+            resolve_device("cuda")
+
+
+def test_a_model_writes_the_same_varied_documents_from_a_seed(folder: Path, bare_folder: Path) -> None:
+    for model, quiet in ((folder, True), (bare_folder, True)):
+        loaded = ModelOptions(model=str(model), quiet=quiet).load()
+        first = list(islice(loaded.self_writer(quiet=True)(0), 5))
+        assert all(0 < len(document) <= 64 for document in first)
+        assert len({tuple(document) for document in first}) == 5
+        assert list(islice(loaded.self_writer(quiet=True, max_tokens=100)(0), 5)) == first
+        assert list(islice(loaded.self_writer(quiet=True)(1), 5)) != first
+
+
+def run_shell_stage(checkout: Path, stage: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/STAGE.sh of a checkout that holds only the shell files; `echo` stands in for Python."""
+    shell = Path(scripts.infer.__file__).parent
+    (checkout / "scripts").mkdir(exist_ok=True)
+    for name in ("presets.sh", f"{stage}.sh"):
+        shutil.copy(shell / name, checkout / "scripts" / name)
+    command = ["bash", str(checkout / "scripts" / f"{stage}.sh"), *arguments]
+    environment = {**os.environ, "PYTHON": "echo", **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("stage", ["collect", "train", "infer", "evaluate"])
+def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Path, stage: str) -> None:
+    unknown = run_shell_stage(tmp_path, stage, "GPT-5")
+    assert unknown.returncode == 2 and "SmolLM2 Llama-3.2-3B Llama-3.1-8B OPT-125M OPT-6.7B" in unknown.stderr
+    missing = run_shell_stage(tmp_path, stage, "OPT-125M")
+    assert missing.returncode == 2 and "convert_llama_checkpoint.py --source facebook/opt-125m" in missing.stderr
+    assert "bash scripts/quickstart.sh" in run_shell_stage(tmp_path, stage, "SmolLM2").stderr
+    checkpoint = tmp_path / "outputs/smollm2/checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    done = run_shell_stage(tmp_path, stage, "SmolLM2", "--seed", "7 8")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"-m scripts.{stage} --model outputs/smollm2/checkpoint ")
+    assert done.stdout.endswith(" --seed 7 8\n") and done.stderr.endswith("--seed 7\\ 8\n")
+    distributed = run_shell_stage(tmp_path, stage, "SmolLM2", NUM_GPUS="4")
+    expected = f"-m torch.distributed.run --standalone --nproc-per-node 4 -m scripts.{stage} --model "
+    assert distributed.stdout.startswith(expected)
