@@ -132,10 +132,8 @@ def num_cold_sets(num_bytes: int, device: torch.device | str) -> int:
     On a CPU, whose cache sizes torch does not tell, 256 MiB in all.
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    else:
-        cache_bytes = 64 * MIB
+    on_gpu = device.type == "cuda"
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 64 * MIB
     return max(1, math.ceil(4 * cache_bytes / max(num_bytes, 1)))
 
 
