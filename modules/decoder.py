@@ -140,6 +140,23 @@ class Decoder(nn.Module):
         tokens stand at cache_seqlens[b] onwards and the cache is advanced by the real ones. ValueError if a token
         would stand beyond the context.
         """
+        tokens = token_ids.shape[1]
+        embedded, forward_pass = self.begin(token_ids, cache=cache, num_tokens=num_tokens, phase=phase)
+        hidden_states = self.run_half_blocks(embedded, forward_pass)
+        if cache is not None:
+            real = num_tokens if num_tokens is not None else torch.full_like(cache.cache_seqlens, tokens)
+            cache.advance(real, tokens)
+        return hidden_states
+
+    def begin(
+        self,
+        token_ids: Tensor,
+        *,
+        cache: KVCache | None = None,
+        num_tokens: Tensor | None = None,
+        phase: Phase = "prefill",
+    ) -> tuple[Tensor, ForwardPass]:
+        """Embedded tokens [B, T, D], and what their pass through the half-blocks carries; arguments as `forward`."""
         batch, tokens = token_ids.shape
         steps = torch.arange(tokens, device=token_ids.device)
         if cache is None:
@@ -163,11 +180,7 @@ class Decoder(nn.Module):
             stats=self.stats,
             max_lookahead=self.max_lookahead,
         )
-        hidden_states = self.run_half_blocks(self.embeddings(token_ids, positions), forward_pass)
-        if cache is not None:
-            real = num_tokens if num_tokens is not None else torch.full_like(cache.cache_seqlens, tokens)
-            cache.advance(real, tokens)
-        return hidden_states
+        return self.embeddings(token_ids, positions), forward_pass
 
     def run_half_blocks(self, embedded: Tensor, forward_pass: ForwardPass) -> Tensor:
         """Embedded tokens [B, T, D] -> hidden states after the last half-block's norm."""
