@@ -184,19 +184,23 @@ class Decoder(nn.Module):
 
     def run_half_blocks(self, embedded: Tensor, forward_pass: ForwardPass) -> Tensor:
         """Embedded tokens [B, T, D] -> hidden states after the last half-block's norm."""
-        pre_norm = self.config.pre_norm
-        if pre_norm:
-            hidden_states, residual = self.add_norm(embedded, None, self.first_norm, None, pre_norm=True)
-        else:
-            hidden_states = residual = embedded
+        hidden_states, residual = self.enter(embedded)
         for half_block in self.half_blocks:
             assert isinstance(half_block, HalfBlock)
             residual = half_block.residual_in(residual)
             partial = half_block.block(hidden_states, forward_pass)
-            hidden_states, residual = self.add_norm(
-                partial, residual, half_block.norm, half_block.bias, pre_norm=pre_norm
-            )
+            hidden_states, residual = self.leave(half_block, partial, residual)
         return hidden_states
+
+    def enter(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """(hidden_states, residual) before the first half-block."""
+        if not self.config.pre_norm:
+            return embedded, embedded
+        return self.add_norm(embedded, None, self.first_norm, None, pre_norm=True)
+
+    def leave(self, half_block: HalfBlock, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual junction after one half-block: (hidden_states, residual) for the next."""
+        return self.add_norm(partial, residual, half_block.norm, half_block.bias, pre_norm=self.config.pre_norm)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""

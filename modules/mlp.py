@@ -32,13 +32,13 @@ class Mlp(nn.Module):
     def forward(self, hidden_states: Tensor, forward_pass: ForwardPass) -> Tensor:
         """[B, T, D] normed -> [B, T, D], the block's part of the residual sum, without bias."""
         context = forward_pass.selection_context(
-            "mlp", self.layer_idx, hidden_states, lambda: self._activations(hidden_states)
+            "mlp", self.layer_idx, hidden_states, lambda: self.intermediate(hidden_states)
         )
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         num_rows = hidden_states.shape[0] * hidden_states.shape[1]
         if active is None:
             forward_pass.count("mlp", self.layer_idx, self.num_units, "dense", None, num_rows)
-            return self.down_proj(self.activations(self._activations(hidden_states)))
+            return self.down_proj(self.activations(self.intermediate(hidden_states)))
         gather = num_rows <= MAX_GATHER_ROWS and not self.force_mask
         execution = "gather" if gather else "mask"
         forward_pass.count("mlp", self.layer_idx, self.num_units, execution, active.num_active, num_rows)
@@ -47,7 +47,8 @@ class Mlp(nn.Module):
             output = output + active.compensation.view_as(output)
         return output
 
-    def _activations(self, hidden_states: Tensor) -> Tensor:
+    def intermediate(self, hidden_states: Tensor) -> Tensor:
+        """What the down projection multiplies, every neuron: [..., D] -> [..., F]."""
         activate = ACTIVATION_FUNCTIONS[self.activation]
         if self.gate_proj is None:
             return activate(self.up_proj(hidden_states))
@@ -55,7 +56,7 @@ class Mlp(nn.Module):
 
     def _masked(self, hidden_states: Tensor, active: ActiveSet) -> Tensor:
         """The same sets by computing everything and zeroing the rest: for many rows, and as the reference."""
-        activations = self._activations(hidden_states)
+        activations = self.intermediate(hidden_states)
         mask = active.mask.view_as(activations)
         return self.down_proj(self.activations(activations.masked_fill(~mask, 0)))
 

@@ -28,6 +28,8 @@ from sparse_predictor.metrics import SelectionQuality, measure_selection
 from sparse_predictor.selection import Method, Selection, SparsePhases, attach_selection, remove_sparsity
 
 TASKS = ("perplexity",)
+PROMPT_TOKENS = 64  # of a timed decoding
+LEAST = {"max_windows": 1, "max_tokens": 1, "quality_windows": 0, "decode_tokens": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +134,12 @@ def decode_speeds(model: Decoder, selection: Selection, prompt: Sequence[int], n
 def achieved(model: Decoder, selection: Selection, stats: SparsityStats) -> dict[str, Any]:
     """What a sparse run really did, for its record: densities, calls by path, bytes read."""
     per_layer = {block: stats.densities(block) for block in BLOCKS}
+    executions = stats.executions()
     if selection.method == "teal":
         per_layer["mlp"] = thinned_densities(model)
-    executions = stats.executions()
+        if selection.sparse_phases == "all":  # it masks inside the matmuls of blocks that have no selector
+            thinned = sum(calls.executions["dense"] for (_, block), calls in stats.blocks.items() if block == "mlp")
+            executions = {**executions, "dense": executions["dense"] - thinned, "mask": thinned}
     return {
         "mlp_density": sum(per_layer["mlp"]) / len(per_layer["mlp"]),
         "head_density": stats.mean_density("attention"),
@@ -171,8 +176,7 @@ def sparse_records(
     dense: Score,
 ) -> list[Record]:
     """One sparse run: its perplexity record and, if asked for, its decode speed."""
-    title = f"{selection.method} {selection.mlp_density:g}"
-    stats = attach_selection(model, selection)
+    title, stats = f"{selection.method} {selection.mlp_density:g}", attach_selection(model, selection)
     score = score_documents(model, documents, options, title)
     labels = {
         **labels,
@@ -192,7 +196,7 @@ def sparse_records(
     records = [
         make_record(
             "perplexity",
-            {**labels, "execution": "mask" if done["executions"]["mask"] else "gather"},
+            {**labels, "execution": next((path for path in ("mask", "gather") if done["executions"][path]), "dense")},
             "perplexity",
             score.likelihood.perplexity,
             "",
@@ -203,7 +207,7 @@ def sparse_records(
         )
     ]
     if options.decode_tokens:
-        prompt = documents[0][: min(64, options.window)]
+        prompt = documents[0][: min(PROMPT_TOKENS, options.window)]
         sparse_speed, dense_speed = decode_speeds(model, selection, prompt, options.decode_tokens)
         records.append(
             make_record(
@@ -225,6 +229,9 @@ def main(options: Options) -> list[Record]:
     unknown = sorted(set(tasks) - set(TASKS))
     if unknown or not tasks:
         raise ValueError(f"--tasks {options.tasks!r}: this version scores {', '.join(TASKS)}")
+    for name, least in LEAST.items():
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     selections = [
         Selection(
             method=method,
@@ -240,6 +247,8 @@ def main(options: Options) -> list[Record]:
         for density in options.mlp_density
     ]
     corpus = parse_corpus(options.corpus, side="test")
+    if corpus.kind == "self" and options.max_tokens is None:
+        raise ValueError("--corpus self has no end; say with --max-tokens how much of it to score")
     loaded = options.load()
     model = loaded.model
     # Attach each once before anything is measured, so that a missing predictor fails in seconds, not after a run.
@@ -249,14 +258,12 @@ def main(options: Options) -> list[Record]:
     if options.sparse_phases == "decode" and selections:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
     writer = loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens)
-    documents = list(
-        token_documents(
-            loaded.tokenizer,
-            iter_documents(options.corpus, side="test", self_writer=writer),
-            max_tokens=options.max_tokens,
-            vocab_size=model.config.vocab_size,
-        )
-    )
+    texts = iter_documents(options.corpus, side="test", self_writer=writer)
+    limits = {"max_tokens": options.max_tokens, "vocab_size": model.config.vocab_size}
+    documents = list(token_documents(loaded.tokenizer, texts, **limits))
+    room = model.config.max_position_embeddings - min(PROMPT_TOKENS, options.window, len(documents[0])) - 1
+    if options.decode_tokens > max(0, room):
+        raise ValueError(f"--decode-tokens {options.decode_tokens}: the context has room for {room} after the prompt")
     attach_selection(model, Selection())
     dense = score_documents(model, documents, options, "dense")
     labels: dict[str, Any] = {
@@ -270,17 +277,11 @@ def main(options: Options) -> list[Record]:
         "weights": "trained",
         "seed": options.seed,
     }
+    labels |= {"method": "dense", "mlp_density": 1.0, "head_density": 1.0, "phase": "all", "execution": "dense"}
     records = [
         make_record(
             "perplexity",
-            {
-                **labels,
-                "method": "dense",
-                "mlp_density": 1.0,
-                "head_density": 1.0,
-                "phase": "all",
-                "execution": "dense",
-            },
+            labels,
             "perplexity",
             dense.likelihood.perplexity,
             "",

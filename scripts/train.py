@@ -12,6 +12,7 @@ from loguru import logger
 
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
+from data.store_layout import SPLITS
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block, num_kept
 from scripts.command_line import progress, run_stage
@@ -45,7 +46,7 @@ class Options(ModelOptions):
     """Inner width; auto: about 5 % of the MLP's bytes."""
     loss: str = "energy_bce"
     """energy_bce, bce (Deja Vu's) or magnitude."""
-    label_density: float = 0.5
+    label_density: float = 0.3
     """Share of units labelled active, where the model has no exact zeros."""
     initialisation: Literal["closed_form", "random"] = "closed_form"
     """Start from a reduced-rank regression, or at random (Deja Vu's)."""
@@ -57,19 +58,23 @@ class Options(ModelOptions):
     """Rank of the linear stand-in for skipped neurons; 0: none."""
     closed_form_rows: int = 32768
     """Tokens that the closed-form regressions look at."""
-    steps: int = 1000
+    standin_tokens: int = 65536
+    """Training tokens on which stand-ins are fitted."""
+    standin_error_share: float = 0.5
+    """How much of what earlier layers lost a stand-in also repairs; 0: only its own skipped neurons."""
+    steps: int = 400
     """Gradient steps on stored activations."""
-    batch_rows: int = 1024
+    batch_rows: int = 2048
     """Tokens a step (of every layer)."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Peak, of AdamW."""
-    refine_steps: int = 400
+    refine_steps: int = 800
     """End-to-end steps of the neuron predictors against the dense model's logits; 0: none."""
     refine_sequences: int = 8
     """Windows of text a refinement step."""
     refine_window: int = 1024
     """Tokens a window."""
-    refine_learning_rate: float = 1e-3
+    refine_learning_rate: float = 3e-3
     """Peak, of AdamW."""
     calibration_tokens: int = 16384
     """Held-out tokens on which thresholds are set."""
@@ -91,18 +96,30 @@ def main(options: Options) -> PredictorManifest:
         )
     for density in options.densities:
         num_kept(density, config.intermediate_size)
+    for split in SPLITS:
+        if not store.row_ranges(split):
+            raise ValueError(f"{options.activations}: no {split} rows; collect more documents")
     label = default_definition(config, options.label_density)
     rows = {
         block: TrainingRows(store, model, block, lookahead=options.lookahead, device=model.device)
         for block in BLOCKS
         if options.units in ("both", block)
     }
-    stacks: dict[Block, PredictorStack] = {}
     metrics: dict[str, Any] = {}
-    for block in rows:
-        stacks[block] = fit_block(options, rows[block], label)
-    if "mlp" in stacks and options.refine_steps:
-        metrics["refinement"] = refine_neurons(options, model, store, stacks["mlp"])
+    stacks = {block: fit_block(options, rows[block], label) for block in rows}
+    if "mlp" in stacks:
+        logger.info("fitting stand-ins")
+        text = text_windows(options, store, model, "train", options.standin_tokens)
+        fit_standins(
+            model,
+            stacks["mlp"],
+            store.layers,
+            text,
+            lookahead=options.lookahead,
+            error_share=options.standin_error_share,
+        )
+        if options.refine_steps:
+            metrics["refinement"] = refine_neurons(options, model, store, stacks["mlp"])
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block, stack in stacks.items():
         rule = options.rule if block == "mlp" else "topk"
@@ -111,7 +128,7 @@ def main(options: Options) -> PredictorManifest:
             predictors[layer, block] = predictor.to(model.device)
     if "mlp" in stacks and len(store.layers) == config.num_hidden_layers:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
-        held_out = held_out_windows(options, store).to(model.device)
+        held_out = text_windows(options, store, model, "validation", options.calibration_tokens)
         calibrate_thresholds(model, neurons, held_out, options.densities, options.lookahead)
     calibration = {
         layer: calibrate_layer(rows.get("mlp"), rows.get("attention"), index, label)
@@ -138,7 +155,7 @@ def main(options: Options) -> PredictorManifest:
 
 
 def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> PredictorStack:
-    """Stage A for one kind of block: scores, then (neurons) stand-ins."""
+    """Stage A: the scores of one kind of block."""
     config = rows.model.config
     share = auto_rank(config) if rows.block == "mlp" else auto_head_rank(config)
     rank = parse_rank(options.predictor_rank, share, "--predictor-rank", 1)
@@ -171,13 +188,11 @@ def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> P
             state_path=options.output_dir / f"training_{rows.block}.pt",
             on_step=lambda step, loss: advance(bar, step, loss),
         )
-    if rows.block == "mlp":
-        fit_standins(stack, rows, max_rows=options.closed_form_rows)
     return stack
 
 
 def refine_neurons(options: Options, model: Decoder, store: ActivationStore, stack: PredictorStack) -> dict[str, Any]:
-    """Stage B; returns the divergence at its beginning and end, nats a token."""
+    """Stage B; returns the held-out divergence as it went, nats a token."""
     text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges("train")])
     refinement = RefineOptions(
         steps=options.refine_steps,
@@ -187,25 +202,26 @@ def refine_neurons(options: Options, model: Decoder, store: ActivationStore, sta
         densities=options.densities,
         seed=options.seed,
     )
+    held_out = text_windows(options, store, model, "validation", options.calibration_tokens)
     with progress((), "refining", quiet=options.quiet, total=refinement.steps, unit="step") as bar:
-        losses = refine(
+        curve = refine(
             model,
             stack,
             text,
+            held_out,
             refinement,
             lookahead=options.lookahead,
             on_step=lambda step, loss: advance(bar, step, loss),
         )
-    tail = max(1, len(losses) // 10)
-    return {"first": float(np.mean(losses[:tail])), "last": float(np.mean(losses[-tail:])), "steps": len(losses)}
+    return {"held_out_divergence": curve, "best": min(divergence for _, divergence in curve)}
 
 
-def held_out_windows(options: Options, store: ActivationStore) -> torch.Tensor:
-    """About `calibration_tokens` tokens of validation documents as windows [B, T]."""
-    text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges("validation")])
-    window = min(options.refine_window, len(text))
-    count = max(1, min(len(text), options.calibration_tokens) // window)
-    return torch.from_numpy(text[: count * window].reshape(count, window).astype(np.int64))
+def text_windows(options: Options, store: ActivationStore, model: Decoder, split: str, max_tokens: int) -> torch.Tensor:
+    """About `max_tokens` tokens of one side's documents, one after another, as windows [B, T]."""
+    text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges(split)])
+    window = min(options.refine_window, len(text), model.config.max_position_embeddings)
+    count = max(1, min(len(text), max_tokens) // window)
+    return torch.from_numpy(text[: count * window].reshape(count, window).astype(np.int64)).to(model.device)
 
 
 def parse_rank(text: str, automatic: int, flag: str, least: int) -> int:
@@ -231,7 +247,8 @@ def report(metrics: dict[str, Any], options: Options) -> None:
             logger.info(f"{block} at {density}: recall {recall:.3f}, precision {precision:.3f}, density {chosen:.3f}")
     if "refinement" in metrics:
         refinement = metrics["refinement"]
-        logger.info(f"refinement: divergence {refinement['first']:.4f} -> {refinement['last']:.4f} nats a token")
+        start = refinement["held_out_divergence"][0][1]
+        logger.info(f"refinement: held-out divergence {start:.4f} -> {refinement['best']:.4f} nats a token")
     logger.info(f"predictors are in {options.output_dir}")
 
 

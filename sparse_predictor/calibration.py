@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -76,7 +77,11 @@ def load_calibration(directory: Path) -> dict[int, LayerCalibration]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory")
     fields: dict[int, dict[str, Tensor]] = {}
-    for key, value in load_file(path).items():
+    try:
+        tensors = load_file(path)
+    except SafetensorError as problem:
+        raise ValueError(f"{path}: {problem}") from problem
+    for key, value in tensors.items():
         layer, _, name = key.partition(".")
         if not layer.isdigit() or name not in LayerCalibration.__dataclass_fields__:
             raise ValueError(f"{path}: unexpected tensor {key}")

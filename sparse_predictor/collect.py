@@ -43,6 +43,7 @@ class ActivationRecorder:
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> "ActivationRecorder":
+        self._handles.append(self.model.register_forward_pre_hook(self._note_padding, with_kwargs=True))
         for layer in self.layers:
             if self.units in ("mlp", "both"):
                 half_block = self.model.half_block(layer, "mlp")
@@ -63,13 +64,15 @@ class ActivationRecorder:
 
     def run(self, token_ids: Tensor, num_tokens: Tensor | None = None) -> None:
         """One pass without a cache over right-padded token_ids [B, T]; padding rows are dropped."""
-        if num_tokens is None:
-            self._keep = None
-        else:
-            steps = torch.arange(token_ids.shape[1], device=token_ids.device)
-            self._keep = (steps < num_tokens[:, None]).flatten()
         with torch.inference_mode():
             self.model(token_ids, num_tokens=num_tokens)
+
+    def _note_padding(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")
+        self._keep = None
+        if num_tokens is not None:
+            steps = torch.arange(token_ids.shape[1], device=token_ids.device)
+            self._keep = (steps < num_tokens[:, None]).flatten()
 
     def _watch(self, point: nn.Module, layer: int, name: str) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:

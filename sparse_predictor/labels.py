@@ -13,7 +13,8 @@ from modules.sparsity import num_kept
 @dataclass(frozen=True, kw_only=True)
 class LabelDefinition:
     """`positive`: activation > 0 (ReLU). `top`: the `share` of neurons with the largest |a_j| * ||down_j||.
-    `energy`: the smallest set of neurons holding `share` of the sum of (|a_j| * ||down_j||)^2.
+    `energy`: the smallest set of neurons holding `share` of the sum of (|a_j| * ||down_j||)^2. Heads have no exact
+    zeros: with `positive`, too, theirs are the top `share`.
     """
 
     kind: Literal["positive", "top", "energy"]
@@ -31,7 +32,7 @@ class LabelDefinition:
 def default_definition(config: ModelConfig, density: float) -> LabelDefinition:
     """ReLU models have exact zeros; all others are labelled by their top neurons at `density`."""
     if config.activation == "relu" and not config.gated_mlp:
-        return LabelDefinition(kind="positive")
+        return LabelDefinition(kind="positive", share=density)
     return LabelDefinition(kind="top", share=density)
 
 

@@ -31,15 +31,19 @@ class RegressionSums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        self.count = 0
+        self.count = 0.0
         self.x, self.y, self.yy = zeros(num_inputs), zeros(num_outputs), zeros(num_outputs)
         self.xx, self.xy = zeros(num_inputs, num_inputs), zeros(num_inputs, num_outputs)
 
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """x [n, D] and y [n, O], float32."""
-        self.count += x.shape[0]
-        self.x += x.sum(0)
-        self.y += y.sum(0)
+    def add(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """x [n, D] and y [n, O], float32; weight [n] > 0 counts a row that many times (None: once)."""
+        if weight is None:
+            weight = torch.ones_like(x[:, 0])
+        self.count += float(weight.sum())
+        self.x += weight @ x
+        self.y += weight @ y
+        root = weight.sqrt()[:, None]
+        x, y = x * root, y * root
         self.yy += y.square().sum(0)
         self.xx += x.T @ x
         self.xy += x.T @ y

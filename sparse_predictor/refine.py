@@ -2,14 +2,18 @@
 
 The sparse model is the dense one with forward hooks: each MLP's activations are masked by its predictor, its output
 gains its stand-in. The mask is hard in the forward pass; in the backward pass a score's gradient flows as through a
-sigmoid (straight-through estimator, Bengio et al. 2013). The model's own weights never change. Loss: KL divergence
-of the sparse model's next-token distribution from the dense model's (Hinton et al. 2015), nats a token.
+sigmoid (straight-through estimator, Bengio et al. 2013). A layer's threshold is a quantile of its scores, so raising
+one score pushes another unit out: the gradient counts that, else every unit hears "being on is better", none pays for
+it, and training diverges. The model's own weights never change. Loss: KL divergence of the sparse model's next-token
+distribution from the dense model's (Hinton et al. 2015), nats a token. Every so often it is measured on held-out text,
+and the best state seen is the one that is kept, the start included.
 
 Legend: L layers, B sequences, T tokens, D hidden, F neurons, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +30,16 @@ from sparse_predictor.train import ADAM_BETAS, learning_rate_at
 GRADIENT_NORM = 1.0
 # Rows whose scores set a step's thresholds: the share kept in the batch is within a percent of the target.
 THRESHOLD_ROWS = 256
+# A matrix that starts at zero (a stand-in before it is fitted) still has to be able to move.
+SMALLEST_SIZE = 1e-3
 # Logits of both models are made for so many positions at a time.
 LOGITS_POSITIONS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefineOptions:
-    """`densities`: one is drawn each step. `surrogate_width`: of the sigmoid in the backward pass, in score units."""
+    """`learning_rate` is relative: a step of 0.001 changes a matrix by about 0.1 % of its size. `densities`: one is
+    drawn each step. `surrogate_width`: of the sigmoid in the backward pass, in score units."""
 
     steps: int
     batch_sequences: int
@@ -40,6 +47,7 @@ class RefineOptions:
     learning_rate: float
     densities: tuple[float, ...]
     surrogate_width: float = 1.0
+    validate_every: int = 25
     seed: int = 0
 
 
@@ -56,9 +64,13 @@ class _StraightThroughMask(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         activations, scores, threshold = ctx.saved_tensors
         (gradient,) = gradients
-        soft = torch.sigmoid((scores - threshold) / ctx.width)
-        slope = soft * (1 - soft) / ctx.width
-        return gradient.masked_fill(scores < threshold, 0), gradient * activations * slope, None, None
+        soft = torch.sigmoid((scores - threshold).float() / ctx.width)
+        slope = soft * (1 - soft)
+        gain = gradient.float() * activations.float()
+        # The threshold moves with the scores so that the share kept stays: d threshold / d score = slope / sum(slope).
+        price = (slope * gain).sum() / slope.sum().clamp_min(1e-12)
+        for_scores = (slope * (gain - price) / ctx.width).to(scores.dtype)
+        return gradient.masked_fill(scores < threshold, 0), for_scores, None, None
 
 
 class SparseTrainingHooks:
@@ -112,7 +124,7 @@ class SparseTrainingHooks:
             if self.density is None:
                 return output
             standin = self.stack.layer_standin(layer, self._inputs[layer], self.density)
-            return output if standin is None else output + standin
+            return output if standin is None else output + standin.to(self.model.dtype)
 
         return add
 
@@ -132,35 +144,40 @@ def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int) -> 
         yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def divergence_and_gradient(model: Decoder, sparse: Tensor, dense: Tensor) -> tuple[float, Tensor]:
-    """Mean KL(dense || sparse) over positions, and its gradient by `sparse`; both hidden states [B, T, D].
+def divergence_and_gradient(model: Decoder, sparse: Tensor, dense: Tensor) -> tuple[float, Tensor | None]:
+    """Mean KL(dense || sparse) over positions, and its gradient by `sparse` (None where gradients are off); both
+    hidden states [B, T, D].
 
     Logits are made and dropped a few positions at a time: [B, T, V] in float32 would be gigabytes.
     """
-    flat = sparse.detach().flatten(0, 1).requires_grad_()
+    wanted = torch.is_grad_enabled()
+    flat = sparse.detach().flatten(0, 1).requires_grad_(wanted)
     total = 0.0
     for states, target in zip(flat.split(LOGITS_POSITIONS), dense.flatten(0, 1).split(LOGITS_POSITIONS), strict=True):
         expected = F.log_softmax(model.logits(target).float(), dim=-1)
         predicted = F.log_softmax(model.logits(states).float(), dim=-1)
         divergence = F.kl_div(predicted, expected, reduction="sum", log_target=True) / flat.shape[0]
-        divergence.backward()
+        if wanted:
+            divergence.backward()
         total += float(divergence.detach())
-    assert flat.grad is not None
-    return total, flat.grad.view_as(sparse)
+    return total, None if flat.grad is None else flat.grad.view_as(sparse)
 
 
 def refine(
     model: Decoder,
     stack: PredictorStack,
     token_ids: np.ndarray,
+    held_out: Tensor,
     options: RefineOptions,
     *,
     lookahead: int,
     on_step: Callable[[int, float], None] | None = None,
-) -> list[float]:
-    """Train `stack` (of the MLPs of all layers) in place on a token stream; returns each step's divergence.
+) -> list[tuple[int, float]]:
+    """Train `stack` (of the MLPs of all layers) in place on a token stream.
 
-    ValueError if the stack does not cover every layer, the text is too short, or the loss stops being finite.
+    `held_out` [B, T]: windows of other documents. Returns (steps done, held-out divergence averaged over densities)
+    each time it was measured, the start first; the stack ends in the best of these states. ValueError if the stack
+    does not cover every layer, the text is too short, or the loss stops being finite.
     """
     if stack.num_layers != model.config.num_hidden_layers:
         raise ValueError(
@@ -169,42 +186,85 @@ def refine(
         )
     frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parameters = [parameter for parameter in stack.parameters() if parameter.numel()]
+    sizes = [layer_sizes(parameter) for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     draw = np.random.default_rng(options.seed)
     batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed)
-    losses: list[float] = []
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
         with SparseTrainingHooks(model, stack, lookahead, options.surrogate_width) as hooks:
+            curve = [(0, held_out_divergence(hooks, held_out, options))]
+            best, best_state = curve[0][1], copy.deepcopy(stack.state_dict())
             for step in range(options.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate_at(step, options.steps, options.learning_rate)
-                batch = next(batches).to(model.device)
+                density = options.densities[int(draw.integers(len(options.densities)))]
                 with _half_precision(model):
-                    hooks.density = None
-                    with torch.no_grad():
-                        dense = model(batch)
-                    hooks.density = options.densities[int(draw.integers(len(options.densities)))]
-                    sparse = model(batch)
-                    loss, gradient = divergence_and_gradient(model, sparse, dense)
+                    loss, sparse, gradient = _divergence(hooks, next(batches).to(model.device), density)
                 if not np.isfinite(loss):
                     raise ValueError(f"refinement: the loss is not finite at step {step}; try a smaller learning rate")
                 optimizer.zero_grad(set_to_none=True)
                 sparse.backward(gradient)
-                nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
-                optimizer.step()
-                losses.append(loss)
+                norm = nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
+                if not bool(norm.isfinite()):  # NaN scores leave the loss finite: nothing is below a NaN threshold
+                    raise ValueError(f"refinement: gradient not finite at step {step}; try a smaller learning rate")
+                _relative_step(optimizer, parameters, sizes)
                 if on_step is not None:
                     on_step(step, loss)
+                if (step + 1) % options.validate_every == 0 or step + 1 == options.steps:
+                    curve.append((step + 1, held_out_divergence(hooks, held_out, options)))
+                    if curve[-1][1] < best:
+                        best, best_state = curve[-1][1], copy.deepcopy(stack.state_dict())
+            stack.load_state_dict(best_state)
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
-    return losses
+    return curve
+
+
+def layer_sizes(parameter: Tensor) -> Tensor:
+    """Root mean square of each layer's part of a stacked tensor, broadcastable to it. Vectors and what starts at zero
+    move on the scale of scores, about 1, times this floor."""
+    rms = parameter.detach().square().flatten(1).mean(1).sqrt().clamp_min(SMALLEST_SIZE)
+    return rms.view(-1, *[1] * (parameter.dim() - 1))
+
+
+@torch.no_grad()
+def _relative_step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], sizes: Sequence[Tensor]) -> None:
+    """An optimizer step in units of each layer's own size: layers differ by orders of magnitude, Adam's steps not."""
+    before = [parameter.clone() for parameter in parameters]
+    optimizer.step()
+    for parameter, old, size in zip(parameters, before, sizes, strict=True):
+        parameter.copy_(old + (parameter - old) * size)
+
+
+def held_out_divergence(hooks: SparseTrainingHooks, held_out: Tensor, options: RefineOptions) -> float:
+    """Mean divergence over held-out windows [B, T] and densities, nats a token; no gradients kept."""
+    losses = []
+    with torch.no_grad(), _half_precision(hooks.model):
+        for batch in held_out.split(options.batch_sequences):
+            for density in options.densities:
+                losses.append(_divergence(hooks, batch.to(hooks.model.device), density)[0] * batch.shape[0])
+    return sum(losses) / (held_out.shape[0] * len(options.densities))
+
+
+def _divergence(hooks: SparseTrainingHooks, batch: Tensor, density: float) -> tuple[float, Tensor, Tensor | None]:
+    """(KL of the sparse from the dense model, the sparse hidden states, the gradient by them if gradients are on)."""
+    with torch.no_grad():
+        hooks.density = None
+        dense = hooks.model(batch)
+    hooks.density = density
+    sparse = hooks.model(batch)
+    hooks.density = None
+    loss, gradient = divergence_and_gradient(hooks.model, sparse, dense)
+    return loss, sparse, gradient
 
 
 def _half_precision(model: Decoder) -> contextlib.AbstractContextManager[None]:
-    """bfloat16 matmuls on a GPU, whatever the weights are stored in; full precision on a CPU."""
+    """bfloat16 matmuls on a GPU, whatever the weights are stored in; on a CPU the precision of the weights."""
     if model.device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
+    if model.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast("cpu", dtype=model.dtype)
     return contextlib.nullcontext()

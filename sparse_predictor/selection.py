@@ -22,7 +22,7 @@ from modules.sparsity import (
     StaticSelector,
     num_kept,
 )
-from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
+from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, read_manifest
 
@@ -52,10 +52,7 @@ class Selection:
             "attention": [self.head_density] * num_layers,
         }
         if self.density_budget is not None:
-            budget = json.loads(self.density_budget.read_text())
-            if not isinstance(budget, dict) or not budget or set(budget) - set(BLOCKS):
-                raise ValueError(f'{self.density_budget}: expected {{"mlp": [...], "attention": [...]}}')
-            found.update(budget)
+            found.update(read_density_budget(self.density_budget))
         for block, values in found.items():
             if len(values) != num_layers:
                 raise ValueError(f"density budget: {len(values)} {block} densities for {num_layers} layers")
@@ -63,6 +60,20 @@ class Selection:
                 if not 0.0 < density <= 1.0:
                     raise ValueError(f"{block} density must lie in (0, 1], got {density}")
         return found
+
+
+def read_density_budget(path: Path) -> dict[Block, list[float]]:
+    """Densities of the blocks that a budget file names; ValueError if it is not one."""
+    try:
+        budget = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ValueError(f"{path}: not JSON ({problem})") from problem
+    numbers = isinstance(budget, dict) and all(
+        isinstance(values, list) and all(type(value) in (int, float) for value in values) for values in budget.values()
+    )
+    if not numbers or not budget or set(budget) - set(BLOCKS):
+        raise ValueError(f'{path}: expected {{"mlp": [one density a layer], "attention": [...]}}, either or both')
+    return budget
 
 
 def apply_sparsity(model: Decoder, selectors: Mapping[tuple[int, Block], Selector]) -> SparsityStats:
@@ -105,6 +116,8 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     heads = [layer for layer, density in enumerate(densities["attention"]) if density < 1.0]
     if method in ("cats", "teal") and heads:
         raise ValueError(f"method {method} does not choose heads; leave --head-density at 1.0")
+    if method == "cats" and not config.gated_mlp:
+        raise ValueError("method cats needs a gated MLP; this model has none")
     if method == "teal":
         stats = apply_sparsity(model, {})
         _thin_mlp_inputs(model, _calibration(model, selection), densities["mlp"], selection.sparse_phases)
@@ -167,11 +180,13 @@ def _predictor_maker(
                 f"{selection.predictors}: no {block} predictor for layer {layer}; train with --units "
                 f"{block} or both, on all layers"
             )
-        predictor = predictors[layer, block].to(device=model.device, dtype=model.dtype)
         # The first layers have nothing that far back: they were trained on, and read, their own input.
         lookahead = manifest.lookahead if layer >= manifest.lookahead else 0
         rule = manifest.mlp_rule if block == "mlp" else "topk"
-        return PredictorSelector(predictor, densities[block][layer], rule, lookahead)
+        selector = PredictorSelector(predictors[layer, block], densities[block][layer], rule, lookahead)
+        # Only now: in half precision the calibrated densities and thresholds would no longer be themselves.
+        selector.predictor.to(device=model.device, dtype=model.dtype)
+        return selector
 
     return learned
 
@@ -189,6 +204,14 @@ def _calibration(model: Decoder, selection: Selection) -> dict[int, LayerCalibra
     missing = set(range(model.config.num_hidden_layers)) - set(calibration)
     if missing:
         raise ValueError(f"{directory}: no calibration for layers {sorted(missing)}")
+    units = {"neuron_frequency": model.config.intermediate_size, "group_frequency": model.config.num_key_value_heads}
+    for layer, statistics in calibration.items():
+        for name, value in vars(statistics).items():
+            expected = (units.get(name, NUM_QUANTILES),)
+            if value is not None and tuple(value.shape) != expected:
+                raise ValueError(
+                    f"{directory}: calibration {layer}.{name} has shape {tuple(value.shape)}, expected {expected}"
+                )
     return calibration
 
 

@@ -1,46 +1,124 @@
-"""The linear stand-in: what the skipped neurons would have added, as a low-rank map of the MLP's input.
+"""The linear stand-in for skipped neurons, fitted in closed form in the run it is for.
 
-Closed form, one regression a layer and density: the dense MLP's output minus what the chosen neurons give.
+The dense and the sparse model run side by side over calibration text, layer by layer. At each MLP the threshold is set
+for the density, and a low-rank map of the sparse model's MLP input is regressed on what is missing there:
+
+    target = (what this MLP's skipped neurons would have added) + error_share * (what earlier layers already lost)
+
+where the loss so far is the dense residual minus the sparse one. With `error_share` 0 each layer repairs only itself;
+with 1 it steers the residual stream back to the dense one. Rows count by 1 / (mean square of the dense residual), since
+the norm that follows divides by it. Needs no gradient: two forward passes and one regression a layer.
 """
 
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from modules.decoder import Decoder
+from modules.forward_pass import ForwardPass
+from modules.sparsity import Block
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.low_rank import RegressionSums
 from sparse_predictor.stack import PredictorStack
-from sparse_predictor.training_data import TrainingRows
 
-THRESHOLD_ROWS = 2048
+CHUNK_TOKENS = 4096
+# Scores that set a layer's threshold: the share kept is within about 0.001 of the target.
+MAX_SORTED = 4_000_000
 
 
-@torch.no_grad()
-def fit_standins(stack: PredictorStack, rows: TrainingRows, *, max_rows: int) -> None:
-    """Set the stand-ins of every layer and density of `stack` from stored activations.
+@dataclass
+class _Stream:
+    """One chunk of text on its way through a model: states as the residual junction leaves them."""
 
-    Neurons are chosen by one threshold a layer, at the density each stand-in is for. ValueError if the store keeps
-    packed labels, which do not say what was skipped.
+    hidden_states: Tensor
+    residual: Tensor
+    forward_pass: ForwardPass
+
+
+@torch.inference_mode()
+def fit_standins(
+    model: Decoder,
+    stack: PredictorStack,
+    layers: Sequence[int],
+    token_ids: Tensor,
+    *,
+    lookahead: int,
+    error_share: float,
+) -> None:
+    """Set `stack`'s stand-ins at each of its densities, in place; token_ids [B, T] is training text.
+
+    `layers` says which layer each of the stack's places is; others stay dense. Nothing to do without stand-ins.
     """
-    if not stack.densities or not stack.standin_in.shape[2]:
-        return
-    if rows.store.layout.label_format != "raw":
-        raise ValueError("a stand-in needs activations, and this store keeps packed labels only; use --standin-rank 0")
-    sample = rows.sample("train", max_rows, seed=1)
-    few = rows.sample("train", THRESHOLD_ROWS, seed=2)
+    places = {layer: place for place, layer in enumerate(layers)}
+    for density_place in range(stack.standin_in.shape[1]):
+        chunks = token_ids.split(max(1, CHUNK_TOKENS // token_ids.shape[1]))
+        dense = [_begin(model, chunk) for chunk in chunks]
+        sparse = [_begin(model, chunk) for chunk in chunks]
+        earlier: dict[int, list[Tensor]] = {}
+        for layer in range(model.config.num_hidden_layers):
+            for stream in (*dense, *sparse):
+                _advance(model, stream, layer, "attention")
+            # What scores read, by layer; the layer's own input is what its stand-in reads.
+            earlier[layer] = [stream.hidden_states for stream in sparse]
+            earlier.pop(layer - lookahead - 1, None)
+            if layer not in places:
+                for stream in (*dense, *sparse):
+                    _advance(model, stream, layer, "mlp")
+                continue
+            sources = earlier[layer - lookahead if layer >= lookahead else layer]
+            _fit_layer(model, stack, layer, places[layer], density_place, dense, sparse, sources, error_share)
+
+
+def _fit_layer(
+    model: Decoder,
+    stack: PredictorStack,
+    layer: int,
+    place: int,
+    density_place: int,
+    dense: list[_Stream],
+    sparse: list[_Stream],
+    sources: list[Tensor],
+    error_share: float,
+) -> None:
+    """Fit one layer's stand-in, and move both models past this MLP."""
+    mlp = model.mlp(layer)
+    scores = [stack.layer_scores(place, source.flatten(0, 1).float()) for source in sources]
+    sampled = torch.cat([part.flatten() for part in scores])
+    sampled = sampled[:: -(-sampled.numel() // MAX_SORTED)]
+    threshold = threshold_at(quantiles_of(sampled), stack.densities[density_place])
     _, _, rank, hidden_size = stack.standin_in.shape
-    for index in range(stack.num_layers):
-        down = rows.model.mlp(rows.layers[index]).down_proj.weight.float()
-        scores = stack.layer_scores(index, rows.layer_rows(index, few).inputs[0])
-        quantiles = quantiles_of(scores)
-        thresholds = [threshold_at(quantiles, density) for density in stack.densities]
-        sums = [RegressionSums(hidden_size, hidden_size, down.device) for _ in thresholds]
-        for block in sample:
-            batch = rows.layer_rows(index, [block])
-            scores = stack.layer_scores(index, batch.inputs[0])
-            for threshold, total in zip(thresholds, sums, strict=True):
-                skipped = batch.activations[0].masked_fill(scores >= threshold, 0.0)
-                total.add(batch.own_inputs[0], skipped @ down)
-        for place, total in enumerate(sums):
-            fitted = total.fit(rank)
-            stack.standin_in[index, place] = fitted.first
-            stack.standin_out[index, place] = fitted.second
-            stack.standin_bias[index, place] = fitted.bias
+    sums = RegressionSums(hidden_size, hidden_size, model.device)
+    kept: list[Tensor] = []
+    for ours, theirs, chunk_scores in zip(sparse, dense, scores, strict=True):
+        lost = theirs.residual - ours.residual
+        _advance(model, theirs, layer, "mlp")
+        activations = mlp.intermediate(ours.hidden_states)
+        chosen = chunk_scores.view_as(activations) >= threshold
+        kept.append(mlp.down_proj(activations.masked_fill(~chosen, 0)))
+        target = mlp.down_proj(activations) - kept[-1] + error_share * lost
+        weight = 1.0 / theirs.residual.float().square().mean(-1).flatten()
+        sums.add(ours.hidden_states.flatten(0, 1).float(), target.flatten(0, 1).float(), weight)
+    fitted = sums.fit(rank)
+    stack.standin_in[place, density_place] = fitted.first
+    stack.standin_out[place, density_place] = fitted.second
+    stack.standin_bias[place, density_place] = fitted.bias
+    for stream, partial in zip(sparse, kept, strict=True):
+        standin = stack.layer_standin(place, stream.hidden_states.float(), stack.densities[density_place])
+        assert standin is not None
+        _advance(model, stream, layer, "mlp", partial + standin.to(partial.dtype))
+
+
+def _begin(model: Decoder, token_ids: Tensor) -> _Stream:
+    embedded, forward_pass = model.begin(token_ids)
+    hidden_states, residual = model.enter(embedded)
+    return _Stream(hidden_states, residual, forward_pass)
+
+
+def _advance(model: Decoder, stream: _Stream, layer: int, block: Block, partial: Tensor | None = None) -> None:
+    """Past one half-block; `partial` is its output where somebody else made it."""
+    half_block = model.half_block(layer, block)
+    if partial is None:
+        partial = half_block.block(stream.hidden_states, stream.forward_pass)
+    stream.hidden_states, stream.residual = model.leave(half_block, partial, stream.residual)

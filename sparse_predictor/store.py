@@ -142,5 +142,8 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
                 predictor.load_state_dict(load_file(path), strict=True)
             except (SafetensorError, RuntimeError) as problem:
                 raise ValueError(f"{path}: {problem}") from problem
+            spoiled = [name for name, value in predictor.state_dict().items() if bool(value.isnan().any())]
+            if spoiled:
+                raise ValueError(f"{path}: {', '.join(spoiled)} holds NaN; train again")
             predictors[layer, block] = predictor
     return predictors, manifest

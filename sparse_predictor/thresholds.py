@@ -5,6 +5,7 @@ already calibrated sparse layers before it produced, all in one pass over held-o
 """
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -21,11 +22,13 @@ MAX_SORTED = 4_000_000
 
 
 class CalibratingSelector(PredictorSelector):
-    """Sets its predictor's threshold from the batch at hand, then selects by it; density None: stays dense and
-    records the quantiles of its scores."""
+    """Sets `calibrated`'s threshold from the batch at hand, then selects by it; density None: stays dense and
+    records the quantiles of its scores. Scores are computed as in a run: in the model's own dtype."""
 
-    def __init__(self, predictor: Predictor, density: float | None, lookahead: int) -> None:
-        super().__init__(predictor, 1.0 if density is None else density, "threshold", lookahead)
+    def __init__(self, calibrated: Predictor, density: float | None, lookahead: int, dtype: torch.dtype) -> None:
+        super().__init__(calibrated, 1.0 if density is None else density, "threshold", lookahead)
+        self.calibrated = calibrated
+        self.predictor = deepcopy(calibrated).to(dtype)
         self.density = density
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
@@ -35,12 +38,12 @@ class CalibratingSelector(PredictorSelector):
         step = -(-scores.numel() // MAX_SORTED)
         quantiles = quantiles_of(scores[::step])
         if self.density is None:
-            self.predictor.score_quantiles.copy_(quantiles)
+            self.calibrated.score_quantiles.copy_(quantiles)
             return None
         self.threshold = threshold_at(quantiles, self.density)
-        index = self.predictor.calibrated_index(self.density)
+        index = self.calibrated.calibrated_index(self.density)
         if index is not None:
-            self.predictor.thresholds[index] = self.threshold
+            self.calibrated.thresholds[index] = self.threshold
         return super().select(hidden_states, context)
 
 
@@ -52,7 +55,7 @@ def calibrate_thresholds(
     predictor, in place. token_ids [B, T]: held-out text, one pass a density. Leaves the model dense."""
     for density in (None, *densities):
         selectors = {
-            (layer, "mlp"): CalibratingSelector(predictor, density, lookahead if layer >= lookahead else 0)
+            (layer, "mlp"): CalibratingSelector(predictor, density, lookahead if layer >= lookahead else 0, model.dtype)
             for layer, predictor in predictors.items()
         }
         apply_sparsity(model, selectors)  # type: ignore[arg-type]

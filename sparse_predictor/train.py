@@ -82,6 +82,8 @@ def initialise_closed_form(stack: PredictorStack, rows: TrainingRows, max_rows: 
             if batch.contributions is None:
                 raise ValueError("closed-form initialisation needs activations; packed labels: --initialisation random")
             sums.add(batch.inputs[0], relative_magnitude(batch.contributions[0]))
+        if not bool(sums.xx.isfinite().all() and sums.xy.isfinite().all()):
+            raise ValueError(f"training {rows.block}: the activations of layer {rows.layers[index]} are not finite")
         fitted = sums.fit(stack.first.shape[1])
         spread = (sums.y_variance().mean()).sqrt().float()
         rank = fitted.first.shape[0]  # fewer than asked for where the block has fewer inputs
@@ -105,7 +107,14 @@ def fit_scores(
     Every `save_every` steps the state goes to `state_path`; a state of the same options found there is continued, to
     the same result as an uninterrupted run.
     """
-    fingerprint = {**asdict(options), "layers": rows.layers, "rows": rows.store.num_rows, "block": rows.block}
+    fingerprint = {
+        **asdict(options),
+        "layers": rows.layers,
+        "source_layers": rows.source_layers,
+        "rows": rows.store.num_rows,
+        "block": rows.block,
+        "shapes": {name: list(tensor.shape) for name, tensor in stack.state_dict().items()},
+    }
     if options.initialisation == "closed_form":
         initialise_closed_form(stack, rows, options.closed_form_rows)
     elif options.initialisation != "random":

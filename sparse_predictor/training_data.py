@@ -127,7 +127,7 @@ class TrainingRows:
         # The store keeps the residual before the norm; serving sees the normed state. One norm does both.
         norm = self.model.norm_before(layer, self.block)
         with torch.no_grad():
-            return states if norm is None else norm(states)
+            return states if norm is None else norm(states.to(self.model.dtype)).float()
 
     def _activations(self, layer: int, ranges: Ranges) -> Tensor:
         if self.block == "mlp":

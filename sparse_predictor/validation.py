@@ -35,7 +35,7 @@ def validation_metrics(
         scores = stack.layer_scores(index, batch.inputs[0])
         quantiles = quantiles_of(scores)
         for density in densities:
-            share = label if label.kind == "positive" else LabelDefinition(kind=label.kind, share=density)
+            share = LabelDefinition(kind=label.kind, share=density)
             true = targets_of(batch, rows.block, share).true[0]
             if rule == "topk":
                 chosen = ActiveSet.from_scores(scores, num_kept(density, scores.shape[-1])).mask
