@@ -1,0 +1,218 @@
+"""The evaluate stage: perplexity against Hugging Face's loss, what records say, refusals."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from analysis.results import read_records
+from scripts.command_line import run_stage
+from scripts.evaluate import Options, main
+from tests.modules.tiny_models import KINDS, LLAMA
+from tests.sparse_predictor.tiny_stages import (
+    collect,
+    model_folder,
+    one_error_line,
+    ragged_documents,
+    train,
+    write_corpus,
+)
+
+METHODS = ("predictor", "oracle", "static", "random", "cats", "teal")
+TEXT = ragged_documents([40, 64, 2, 33], seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model`, `predictors` and `test.jsonl` of a tiny Llama."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = model_folder(folder / "model", LLAMA)
+    train(model, collect(model, folder / "store"), folder / "predictors", standin_rank="4")
+    write_corpus(folder / "test.jsonl", TEXT)
+    return folder
+
+
+def evaluate(folder: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
+    options = {"corpus": str(folder / "test.jsonl"), "window": 32, **options}
+    return main(
+        Options(model=str(folder / "model"), output=output, predictors=folder / "predictors", quiet=True, **options)
+    )
+
+
+def hugging_face_perplexity(folder: Path, pieces: list[list[int]]) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for piece in pieces:
+            if len(piece) > 1:
+                token_ids = torch.tensor([piece])
+                total += float(model(token_ids, labels=token_ids).loss) * (len(piece) - 1)
+                count += len(piece) - 1
+    return math.exp(total / count)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt-post-norm-projected"])
+def test_dense_perplexity_is_hugging_faces_loss(tmp_path: Path, kind: str) -> None:
+    model_folder(tmp_path / "model", KINDS[kind])
+    write_corpus(tmp_path / "test.jsonl", TEXT)
+    pieces = [document[start : start + 32] for document in TEXT for start in range(0, len(document), 32)]
+    (record,) = evaluate(tmp_path, tmp_path / "r.jsonl")
+    assert record["value"] == pytest.approx(hugging_face_perplexity(tmp_path, pieces), rel=1e-4)
+    assert record["labels"]["num_tokens"] == sum(len(piece) - 1 for piece in pieces)
+    (first,) = evaluate(tmp_path, tmp_path / "r.jsonl", max_windows=3)
+    assert first["value"] == pytest.approx(hugging_face_perplexity(tmp_path, pieces[:3]), rel=1e-4)
+    (short,) = evaluate(tmp_path, tmp_path / "r.jsonl", max_tokens=50, batch_size=1)
+    expected = hugging_face_perplexity(tmp_path, [TEXT[0][:32], TEXT[0][32:], TEXT[1][:10]])
+    assert short["value"] == pytest.approx(expected, rel=1e-4)
+    (strided,) = evaluate(tmp_path, tmp_path / "r.jsonl", stride=8)
+    assert strided["labels"]["num_tokens"] == sum(len(document) - 1 for document in TEXT)
+    assert len(read_records(tmp_path / "r.jsonl")) == 4, "records are appended"
+
+
+def test_records_say_what_every_sparse_run_did(folder: Path, tmp_path: Path) -> None:
+    records = evaluate(folder, tmp_path / "r.jsonl", method=("dense", *METHODS), mlp_density=(0.5, 0.3))
+    assert read_records(tmp_path / "r.jsonl") == records and len(records) == 1 + 2 * len(METHODS)
+    dense, *sparse = records
+    assert dense["labels"]["method"] == "dense" and dense["baseline"] is None
+    wanted = [(method, density) for method in METHODS for density in (0.5, 0.3)]
+    assert [(record["labels"]["method"], record["labels"]["mlp_density"]) for record in sparse] == wanted
+    for record in sparse:
+        labels, achieved = record["labels"], record["achieved"]
+        assert record["baseline"] == {"name": "dense", "value": dense["value"]}
+        assert record["ratio"] == pytest.approx(record["value"] / dense["value"])
+        assert labels["phase"] == "all" and labels["window"] == 32 and labels["task"].endswith("test.jsonl")
+        assert len(achieved["per_layer"]["mlp"]) == 3 and achieved["head_density"] == 1.0
+        assert achieved["mlp_density"] == pytest.approx(labels["mlp_density"], abs=0.12)
+        assert achieved["bytes_read_share"] >= achieved["mlp_density"] - 1e-9
+        assert achieved["sparse_calls"] > 0, labels["method"]
+        if labels["method"] == "teal":
+            assert "quality" not in record
+            continue
+        quality = record["quality"]
+        assert 0 < quality["recall"] <= 1 and 0 < quality["precision"] <= 1
+        assert len(quality["per_layer"]["mlp"]["recall"]) == 3
+        if labels["method"] in ("oracle", "random", "static"):
+            assert achieved["mlp_density"] == pytest.approx(labels["mlp_density"], abs=1e-6)
+        if labels["method"] == "oracle":
+            assert quality["recall"] == quality["precision"] == 1.0
+        if labels["method"] == "random":
+            assert quality["recall"] == pytest.approx(labels["mlp_density"], abs=0.04)
+    assert all(record["ratio"] == 1.0 for record in evaluate(folder, tmp_path / "one.jsonl", method=METHODS,
+                                                             mlp_density=(1.0,))[1:])  # fmt: skip
+
+
+def test_every_sparse_run_starts_from_the_same_dense_model(folder: Path, tmp_path: Path) -> None:
+    together = evaluate(folder, tmp_path / "a.jsonl", method=METHODS, mlp_density=(0.3,))
+    for method, expected in zip(METHODS, together[1:], strict=True):
+        (_, alone) = evaluate(folder, tmp_path / "b.jsonl", method=(method,), mlp_density=(0.3,), quality_windows=0)
+        assert alone["value"] == expected["value"], method
+
+
+def test_keeping_one_neuron_wrecks_perplexity_and_the_calls_are_counted(folder: Path, tmp_path: Path) -> None:
+    dense, one = evaluate(
+        folder, tmp_path / "r.jsonl", corpus="self:1", max_tokens=400, method=("oracle",), mlp_density=(1e-6,)
+    )
+    assert one["ratio"] > 1.5
+    assert one["achieved"]["per_layer"]["mlp"] == pytest.approx([1 / 80] * 3)
+    executions = one["achieved"]["executions"]
+    assert executions["dense"] > 0 and executions["gather"] + executions["mask"] == one["achieved"]["sparse_calls"]
+    assert one["achieved"]["sparse_calls"] == executions["dense"], "each pass has as many MLPs as attentions"
+
+
+def test_heads_have_their_own_quality(folder: Path, tmp_path: Path) -> None:
+    _, record = evaluate(
+        folder, tmp_path / "r.jsonl", method=("oracle",), mlp_density=(1.0,), head_density=0.5, quality_windows=2
+    )
+    assert record["achieved"]["per_layer"]["attention"] == [0.5] * 3 and record["achieved"]["head_density"] == 0.5
+    assert record["quality"]["head_recall"] == record["quality"]["head_precision"] == 1.0
+
+
+def test_phase_decode_warns_and_measures_the_dense_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--model", str(folder / "model"), "--corpus", str(folder / "test.jsonl"), "--window", "32", "--quiet"]
+    words += ["--method", "random", "teal", "--sparse-phases", "decode", "--output", str(tmp_path / "r.jsonl")]
+    run_stage(main, Options, [*words, "--predictors", str(folder / "predictors")])
+    assert "perplexity never decodes" in capsys.readouterr().err
+    for record in read_records(tmp_path / "r.jsonl")[1:]:
+        assert record["labels"]["phase"] == "decode" and record["ratio"] == 1.0
+        assert record["achieved"]["sparse_calls"] == 0 and "quality" not in record
+        assert record["achieved"]["mlp_density"] == 1.0
+
+
+def test_decode_speed_is_timed_beside_dense(folder: Path, tmp_path: Path) -> None:
+    records = evaluate(folder, tmp_path / "r.jsonl", method=("random",), mlp_density=(0.5,), decode_tokens=5)
+    speed = records[-1]
+    assert [record["name"] for record in records] == ["perplexity", "perplexity", "decode"]
+    assert speed["value"] > 0 and speed["baseline"]["value"] > 0
+    assert speed["ratio"] == pytest.approx(speed["value"] / speed["baseline"]["value"])
+    assert speed["labels"]["batch_size"] == 1 and speed["labels"]["num_tokens"] == 5
+
+
+def flags(folder: Path, tmp_path: Path, /, **changes: Any) -> list[object]:
+    values = {"model": folder / "model", "corpus": folder / "test.jsonl", "output": tmp_path / "r.jsonl", "window": 32}
+    values |= {name.replace("_", "-"): value for name, value in changes.items()}
+    return [word for name, value in values.items() for word in (f"--{name}", value)] + ["--quiet"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": "perplexity,juggling"}, "juggling"),
+        ({"tasks": ","}, "--tasks"),
+        ({"corpus": "nothing"}, "unknown corpus 'nothing'"),
+        ({"corpus": "self:1"}, "--max-tokens"),
+        ({"window": 65}, "window 65 does not fit the model's context of 64"),
+        ({"window": 1}, "window must be at least 2"),
+        ({"stride": 40}, "stride lie in [1, window]"),
+        ({"max_windows": 0}, "--max-windows must be at least 1, got 0"),
+        ({"max_windows": -1}, "--max-windows must be at least 1, got -1"),
+        ({"quality_windows": -1}, "--quality-windows"),
+        ({"decode_tokens": -1}, "--decode-tokens"),
+        ({"method": "random", "decode_tokens": 60}, "--decode-tokens 60"),
+        ({"method": "predictor"}, "method predictor needs --predictors"),
+        ({"method": "static", "predictors": "nowhere"}, "nowhere/manifest.json is missing"),
+        ({"method": "random", "mlp_density": 0.0}, "mlp density must lie in (0, 1], got 0.0"),
+        ({"method": "random", "density_budget": "nowhere.json"}, "nowhere.json"),
+        ({"model": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_recorded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, changes: dict[str, Any], message: str
+) -> None:
+    assert message in one_error_line(main, Options, flags(folder, tmp_path, **changes), capsys)
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [("", "holds no text"), ('{"token_ids": [5]}\n', "no token was scored"), ('{"prompt": 3}\n', "line 1")],
+)
+def test_an_empty_corpus_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, lines: str, message: str
+) -> None:
+    (tmp_path / "text.jsonl").write_text(lines)
+    words = flags(folder, tmp_path, corpus=tmp_path / "text.jsonl")
+    assert message in one_error_line(main, Options, words, capsys)
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_weights_that_are_not_finite_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder(tmp_path / "model", LLAMA))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    write_corpus(tmp_path / "test.jsonl", TEXT)
+    line = one_error_line(main, Options, flags(tmp_path, tmp_path), capsys)
+    assert "mlp.up_proj.weight" in line and not (tmp_path / "r.jsonl").exists()
+
+
+def test_records_are_json_lines_with_their_environment(folder: Path, tmp_path: Path) -> None:
+    evaluate(folder, tmp_path / "deep/er/r.jsonl")
+    (line,) = (tmp_path / "deep/er/r.jsonl").read_text().splitlines()
+    assert {"device", "torch", "commit", "date"} <= json.loads(line)["environment"].keys()

@@ -1,0 +1,66 @@
+"""What `attach_selection` refuses, and how it says so."""
+
+from pathlib import Path
+
+import pytest
+
+from sparse_predictor.selection import Selection, attach_selection
+from tests.modules.tiny_models import KINDS, tiny_decoder
+from tests.sparse_predictor.tiny_stages import Trained, selection
+
+METHODS = ["predictor", "oracle", "static", "random", "cats", "teal"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"mlp": [0.5, 0.5]}', "2 mlp densities for 3 layers"),
+        ('{"mlp": [0.5, 0.5, 0.0]}', r"mlp density must lie in \(0, 1\], got 0.0"),
+        ('{"mlp": [0.5, 0.5, 1.5]}', r"mlp density must lie in \(0, 1\], got 1.5"),
+        ('{"heads": [0.5, 0.5, 0.5]}', "budget.json: expected"),
+        ('{"mlp": 0.5}', "budget.json: expected"),
+        ('{"mlp": ["half", 0.5, 0.5]}', "budget.json: expected"),
+        ("{}", "budget.json: expected"),
+        ("[0.5, 0.5, 0.5]", "budget.json: expected"),
+        ("0.5 0.5", "budget.json: not JSON"),
+    ],
+)
+def test_bad_density_budgets_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    budget = tmp_path / "budget.json"
+    budget.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        attach_selection(tiny_decoder(KINDS["llama"]), selection("random", None, 0.5, density_budget=budget))
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        Selection(method="random", density_budget=tmp_path / "nowhere.json").densities(3)
+
+
+@pytest.mark.parametrize("density", [0.0, -0.5, 1.01, float("nan")])
+@pytest.mark.parametrize("method", ["dense", *METHODS])
+def test_densities_outside_zero_to_one_are_refused(trained: Trained, method: str, density: float) -> None:
+    model = tiny_decoder(KINDS["llama"])
+    for changes in ({"density": density}, {"density": 0.5, "head_density": density}):
+        with pytest.raises(ValueError, match=r"density must lie in \(0, 1\]"):
+            attach_selection(model, selection(method, trained(), **changes))
+    assert all(half_block.block.selector is None for half_block in model.half_blocks)
+
+
+@pytest.mark.parametrize("method", ["predictor", "static", "cats", "teal"])
+def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> None:
+    model = tiny_decoder(KINDS["llama"])
+    with pytest.raises(ValueError, match=f"method {method} needs --predictors"):
+        attach_selection(model, selection(method, None, 0.5))
+    with pytest.raises(FileNotFoundError, match="manifest.json is missing: not a predictor directory"):
+        attach_selection(model, selection(method, tmp_path, 0.5))
+
+
+def test_methods_refuse_what_they_cannot_choose(trained: Trained) -> None:
+    llama, opt = tiny_decoder(KINDS["llama"]), tiny_decoder(KINDS["opt"])
+    for method in ("cats", "teal"):
+        with pytest.raises(ValueError, match=f"method {method} does not choose heads"):
+            attach_selection(llama, selection(method, trained(), 0.5, head_density=0.5))
+    with pytest.raises(ValueError, match="cats needs a gated MLP"):
+        attach_selection(opt, selection("cats", trained(kind="opt"), 0.5))
+    with pytest.raises(ValueError, match="no attention predictor for layer 0; train with --units attention or both"):
+        attach_selection(llama, selection("predictor", trained("neurons"), 0.5, head_density=0.5))
+    with pytest.raises(ValueError, match="static needs group_frequency"):
+        attach_selection(llama, selection("static", trained("neurons"), 0.5, head_density=0.5))
