@@ -28,12 +28,14 @@ bash scripts/collect.sh SmolLM2 --resume
 
 step "3/6 train"
 # A short recipe that fits two CPU cores; the defaults are for a GPU.
-bash scripts/train.sh SmolLM2 --steps 60 --learning-rate 2e-3 --refine-steps 0 --closed-form-rows 8192 --calibration-tokens 2048
+bash scripts/train.sh SmolLM2 --steps 50 --batch-rows 768 --closed-form-rows 6144 --refine-steps 0 \
+    --standin-tokens 4096 --calibration-tokens 2048
 
 step "4/6 evaluate"
 rm -f "$run_dir/results.jsonl"
-bash scripts/evaluate.sh SmolLM2 --method predictor --mlp-density 0.7 0.5 0.3 --max-tokens 4096 --decode-tokens 32 --quality-windows 2
-bash scripts/evaluate.sh SmolLM2 --method oracle cats teal static random --mlp-density 0.5 --max-tokens 4096 --quality-windows 2
+score() { bash scripts/evaluate.sh SmolLM2 --max-tokens 4096 --quality-windows 2 "$@"; }
+score --method predictor --mlp-density 0.5 0.3 --decode-tokens 24
+score --method oracle cats teal static random --mlp-density 0.5
 
 step "5/6 generate"
 printf '%s\n' '{"id": "tides", "prompt": "Why does the sea have tides?"}' '{"id": "bread", "prompt": "Write two sentences about bread."}' >"$run_dir/prompts.jsonl"

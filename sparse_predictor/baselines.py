@@ -9,8 +9,8 @@ from sparse_predictor.labels import LabelDefinition
 from sparse_predictor.train import targets_of
 from sparse_predictor.training_data import TrainingRows
 
-# Rows whose entries are sorted for quantiles: with F neurons a row, more would only cost time.
-QUANTILE_ROWS = 1024
+# Rows that thresholds are read off, from many documents: their scales differ.
+QUANTILE_ROWS = 4096
 FREQUENCY_ROWS = 8192
 
 

@@ -24,8 +24,6 @@ from sparse_predictor.low_rank import RegressionSums
 from sparse_predictor.stack import PredictorStack
 
 CHUNK_TOKENS = 4096
-# Scores that set a layer's threshold: the share kept is within about 0.001 of the target.
-MAX_SORTED = 4_000_000
 
 
 @dataclass
@@ -85,9 +83,7 @@ def _fit_layer(
     """Fit one layer's stand-in, and move both models past this MLP."""
     mlp = model.mlp(layer)
     scores = [stack.layer_scores(place, source.flatten(0, 1).float()) for source in sources]
-    sampled = torch.cat([part.flatten() for part in scores])
-    sampled = sampled[:: -(-sampled.numel() // MAX_SORTED)]
-    threshold = threshold_at(quantiles_of(sampled), stack.densities[density_place])
+    threshold = threshold_at(quantiles_of(torch.cat(scores)), stack.densities[density_place])
     _, _, rank, hidden_size = stack.standin_in.shape
     sums = RegressionSums(hidden_size, hidden_size, model.device)
     kept: list[Tensor] = []

@@ -17,9 +17,6 @@ from sparse_predictor.predictor import Predictor
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
 from sparse_predictor.selectors import PredictorSelector
 
-# Scores sorted a layer: the share kept on them is within about 0.001 of the target.
-MAX_SORTED = 4_000_000
-
 
 class CalibratingSelector(PredictorSelector):
     """Sets `calibrated`'s threshold from the batch at hand, then selects by it; density None: stays dense and
@@ -35,8 +32,7 @@ class CalibratingSelector(PredictorSelector):
         scores = self.predictor.scores(self.source(hidden_states, context)).flatten(0, 1)
         if context.valid is not None:
             scores = scores[context.valid.flatten()]
-        step = -(-scores.numel() // MAX_SORTED)
-        quantiles = quantiles_of(scores[::step])
+        quantiles = quantiles_of(scores)
         if self.density is None:
             self.calibrated.score_quantiles.copy_(quantiles)
             return None
