@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from loguru import logger
@@ -75,7 +76,7 @@ def main(options: Options) -> ActivationStore:
     if options.resume and (finished := finished_store(options.output_dir, layout)) is not None:
         logger.info(f"{options.output_dir} is complete: {finished.num_rows} rows, nothing to do")
         return finished
-    pieces = token_pieces(
+    pieces: Iterator[TokenPiece] = token_pieces(
         loaded.tokenizer,
         iter_documents(
             options.corpus,
@@ -86,6 +87,8 @@ def main(options: Options) -> ActivationStore:
         max_document_tokens=piece_tokens,
         vocab_size=config.vocab_size,
     )
+    if corpus.kind != "self":  # what cannot be read fails before there is a store; the model's own text can always be
+        pieces = chain([next(pieces)], pieces)
     with (
         ActivationStoreWriter(
             options.output_dir,

@@ -175,7 +175,7 @@ def sparse_records(
     labels: dict[str, Any],
     dense: Score,
 ) -> list[Record]:
-    """One sparse run: its perplexity record and, if asked for, its decode speed."""
+    """One sparse run: appends and returns its perplexity record and, if asked for, its decode speed."""
     title, stats = f"{selection.method} {selection.mlp_density:g}", attach_selection(model, selection)
     score = score_documents(model, documents, options, title)
     labels = {
@@ -220,6 +220,8 @@ def sparse_records(
             )
         )
     remove_sparsity(model)
+    for record in records:
+        append_record(options.output, record)
     return records
 
 
@@ -258,9 +260,10 @@ def main(options: Options) -> list[Record]:
     if options.sparse_phases == "decode" and selections:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
     writer = loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens)
-    texts = iter_documents(options.corpus, side="test", self_writer=writer)
     limits = {"max_tokens": options.max_tokens, "vocab_size": model.config.vocab_size}
+    texts = iter_documents(options.corpus, side="test", self_writer=writer)
     documents = list(token_documents(loaded.tokenizer, texts, **limits))
+    del texts  # the last hold on a text that has no end: it stops being written here
     room = model.config.max_position_embeddings - min(PROMPT_TOKENS, options.window, len(documents[0])) - 1
     if options.decode_tokens > max(0, room):
         raise ValueError(f"--decode-tokens {options.decode_tokens}: the context has room for {room} after the prompt")
@@ -276,23 +279,14 @@ def main(options: Options) -> list[Record]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": "trained",
         "seed": options.seed,
+        "density_budget": options.density_budget and options.density_budget.stem,
     }
     labels |= {"method": "dense", "mlp_density": 1.0, "head_density": 1.0, "phase": "all", "execution": "dense"}
-    records = [
-        make_record(
-            "perplexity",
-            labels,
-            "perplexity",
-            dense.likelihood.perplexity,
-            "",
-            timing={"seconds": dense.seconds},
-        )
-    ]
+    perplexity_of_dense, timing = dense.likelihood.perplexity, {"seconds": dense.seconds}
+    records = [make_record("perplexity", labels, "perplexity", perplexity_of_dense, "", timing=timing)]
     append_record(options.output, records[0])
     for selection in selections:
-        for record in sparse_records(model, documents, options, selection, labels, dense):
-            append_record(options.output, record)
-            records.append(record)
+        records += sparse_records(model, documents, options, selection, labels, dense)
     return records
 
 

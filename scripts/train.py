@@ -94,6 +94,13 @@ def main(options: Options) -> PredictorManifest:
             f"{options.activations} was collected from {store.layout.model} (config {store.layout.config_hash}), "
             f"not from {loaded.model_id} (config {config.config_hash()})"
         )
+    if not options.densities:
+        raise ValueError("--densities: give at least one")
+    if not store.manifest.complete:
+        logger.warning(f"{options.activations} was interrupted: training on the {store.num_rows} rows it has")
+    missing = sorted(set(range(config.num_hidden_layers)) - set(store.layers))
+    if missing and options.units != "attention":
+        raise ValueError(f"{options.activations} lacks layers {missing}; neurons are trained on all of them")
     for density in options.densities:
         num_kept(density, config.intermediate_size)
     for split in SPLITS:
@@ -126,7 +133,7 @@ def main(options: Options) -> PredictorManifest:
         metrics[block] = validation_metrics(stack, rows[block], label, options.densities, rule)
         for layer, predictor in zip(store.layers, stack.to_predictors(), strict=True):
             predictors[layer, block] = predictor.to(model.device)
-    if "mlp" in stacks and len(store.layers) == config.num_hidden_layers:
+    if "mlp" in stacks:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
         held_out = text_windows(options, store, model, "validation", options.calibration_tokens)
         calibrate_thresholds(model, neurons, held_out, options.densities, options.lookahead)
@@ -211,6 +218,8 @@ def refine_neurons(options: Options, model: Decoder, store: ActivationStore, sta
             held_out,
             refinement,
             lookahead=options.lookahead,
+            state_path=options.output_dir / "training_refinement.pt",
+            origin={name: str(value) for name, value in asdict(options).items() if not name.startswith("refine_")},
             on_step=lambda step, loss: advance(bar, step, loss),
         )
     return {"held_out_divergence": curve, "best": min(divergence for _, divergence in curve)}

@@ -14,7 +14,8 @@ Legend: L layers, B sequences, T tokens, D hidden, F neurons, V vocabulary.
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from modules.decoder import Decoder
 from sparse_predictor.stack import PredictorStack
-from sparse_predictor.train import ADAM_BETAS, learning_rate_at
+from sparse_predictor.train import ADAM_BETAS, learning_rate_at, load_state, save_state
 
 GRADIENT_NORM = 1.0
 # Rows whose scores set a step's thresholds: the share kept in the batch is within a percent of the target.
@@ -171,13 +172,17 @@ def refine(
     options: RefineOptions,
     *,
     lookahead: int,
+    state_path: Path | None = None,
+    origin: dict[str, Any] | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[tuple[int, float]]:
     """Train `stack` (of the MLPs of all layers) in place on a token stream.
 
     `held_out` [B, T]: windows of other documents. Returns (steps done, held-out divergence averaged over densities)
-    each time it was measured, the start first; the stack ends in the best of these states. ValueError if the stack
-    does not cover every layer, the text is too short, or the loss stops being finite.
+    each time it was measured, the start first; the stack ends in the best of these states. Each time the state also
+    goes to `state_path` (None: nowhere), and one of the same options and `origin` (how the stack came to be) found
+    there is continued. ValueError if the stack does not cover every layer, the text is too short, or the loss stops
+    being finite.
     """
     if stack.num_layers != model.config.num_hidden_layers:
         raise ValueError(
@@ -190,13 +195,23 @@ def refine(
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     draw = np.random.default_rng(options.seed)
     batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed)
+    fingerprint = {**asdict(options), "lookahead": lookahead, "tokens": len(token_ids), "origin": origin}
+    state = load_state(state_path, fingerprint, model.device) if state_path is not None else None
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:
         with SparseTrainingHooks(model, stack, lookahead, options.surrogate_width) as hooks:
-            curve = [(0, held_out_divergence(hooks, held_out, options))]
-            best, best_state = curve[0][1], copy.deepcopy(stack.state_dict())
-            for step in range(options.steps):
+            if state is None:
+                curve = [(0, held_out_divergence(hooks, held_out, options))]
+                best, best_state = curve[0][1], copy.deepcopy(stack.state_dict())
+            else:
+                stack.load_state_dict(state["stack"])
+                optimizer.load_state_dict(state["optimizer"])
+                curve, best, best_state = state["curve"], state["best"], state["best_state"]
+                for _ in range(curve[-1][0]):
+                    draw.integers(len(options.densities))
+                    next(batches)
+            for step in range(curve[-1][0], options.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate_at(step, options.steps, options.learning_rate)
                 density = options.densities[int(draw.integers(len(options.densities)))]
@@ -216,6 +231,16 @@ def refine(
                     curve.append((step + 1, held_out_divergence(hooks, held_out, options)))
                     if curve[-1][1] < best:
                         best, best_state = curve[-1][1], copy.deepcopy(stack.state_dict())
+                    if state_path is not None:
+                        save_state(
+                            state_path,
+                            fingerprint,
+                            stack=stack.state_dict(),
+                            optimizer=optimizer.state_dict(),
+                            curve=curve,
+                            best=best,
+                            best_state=best_state,
+                        )
             stack.load_state_dict(best_state)
     finally:
         for parameter in frozen:

@@ -108,6 +108,7 @@ THINNED_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     """Make `model` sparse as `selection` says (dense: removes what was attached). ValueError names what is missing."""
+    remove_sparsity(model)
     config = model.config
     densities = selection.densities(config.num_hidden_layers)
     method = selection.method

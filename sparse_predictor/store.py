@@ -125,8 +125,8 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
     num_units: dict[Block, int] = {"mlp": config.intermediate_size, "attention": config.num_key_value_heads}
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block in manifest.blocks:
-        if block not in BLOCKS:
-            raise ValueError(f"{directory}: unknown block {block!r} in the manifest")
+        if block not in BLOCKS or block not in manifest.predictor_rank:
+            raise ValueError(f"{directory}: unknown block {block!r} in the manifest, or one without predictor_rank")
         for layer in manifest.layers:
             path = predictor_file(directory, layer, block)
             if not path.is_file():

@@ -40,6 +40,8 @@ class FitOptions:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"--loss {self.loss!r}: choose from {', '.join(LOSSES)}")
+        if self.initialisation not in ("closed_form", "random"):
+            raise ValueError(f"--initialisation {self.initialisation!r}: choose closed_form or random")
         if self.steps < 0 or self.batch_rows < 1 or not self.learning_rate > 0.0:
             raise ValueError(
                 f"--steps must be at least 0 (got {self.steps}), --batch-rows at least 1 (got {self.batch_rows}), "
@@ -104,8 +106,8 @@ def fit_scores(
 ) -> list[float]:
     """Train `stack` in place; returns the last recorded loss of each layer.
 
-    Every `save_every` steps the state goes to `state_path`; a state of the same options found there is continued, to
-    the same result as an uninterrupted run.
+    Every `save_every` steps, and at the end, the state goes to `state_path`; a state of the same options found there
+    is continued, to the same result as an uninterrupted run.
     """
     fingerprint = {
         **asdict(options),
@@ -115,13 +117,16 @@ def fit_scores(
         "block": rows.block,
         "shapes": {name: list(tensor.shape) for name, tensor in stack.state_dict().items()},
     }
-    if options.initialisation == "closed_form":
-        initialise_closed_form(stack, rows, options.closed_form_rows)
-    elif options.initialisation != "random":
-        raise ValueError(f"--initialisation {options.initialisation!r}: choose closed_form or random")
     parameters = [stack.first, stack.second, stack.bias]
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
-    done, losses = _resume(state_path, fingerprint, stack, optimizer)
+    done = 0
+    losses: list[float] = []
+    if (state := load_state(state_path, fingerprint, stack.first.device)) is not None:
+        stack.load_state_dict(state["stack"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, losses = state["done"], state["losses"]
+    elif options.initialisation == "closed_form":
+        initialise_closed_form(stack, rows, options.closed_form_rows)
     loss_function = LOSSES[options.loss]
     batches = rows.batches("train", options.batch_rows, seed=options.seed, skip=done)
     for step in range(done, options.steps):
@@ -140,40 +145,29 @@ def fit_scores(
         losses = per_layer.tolist()
         if on_step is not None:
             on_step(step, sum(losses) / len(losses))
-        if (step + 1) % save_every == 0:
-            _save_state(state_path, fingerprint, stack, optimizer, step + 1, losses)
+        if (step + 1) % save_every == 0 or step + 1 == options.steps:
+            save_state(
+                state_path,
+                fingerprint,
+                stack=stack.state_dict(),
+                optimizer=optimizer.state_dict(),
+                done=step + 1,
+                losses=losses,
+            )
     return losses
 
 
-def _save_state(
-    path: Path,
-    fingerprint: dict[str, Any],
-    stack: PredictorStack,
-    optimizer: torch.optim.Optimizer,
-    done: int,
-    losses: list[float],
-) -> None:
+def save_state(path: Path, fingerprint: dict[str, Any], **state: Any) -> None:
+    """Put a training state on the disk, replacing the one before it only when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    state = {
-        "fingerprint": fingerprint,
-        "stack": stack.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "done": done,
-        "losses": losses,
-    }
-    torch.save(state, partial)
+    torch.save({"fingerprint": fingerprint, **state}, partial)
     os.replace(partial, path)
 
 
-def _resume(
-    path: Path, fingerprint: dict[str, Any], stack: PredictorStack, optimizer: torch.optim.Optimizer
-) -> tuple[int, list[float]]:
+def load_state(path: Path, fingerprint: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
+    """The state that the same training left at `path`, or None if there is none such."""
     if not path.is_file():
-        return 0, []
-    state = torch.load(path, map_location=stack.first.device, weights_only=True)
-    if state["fingerprint"] != fingerprint:
-        return 0, []
-    stack.load_state_dict(state["stack"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["done"], state["losses"]
+        return None
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    return state if state["fingerprint"] == fingerprint else None

@@ -208,7 +208,7 @@ def test_a_store_that_does_not_fit_is_refused(folder: Path, tmp_path: Path, caps
     line = one_error_line(
         main, Options, flags(folder, tmp_path / "p", activations=tmp_path / "some", refine_steps=2), capsys
     )
-    assert "needs all 3 layers" in line
+    assert "lacks layers [1]" in line
     assert not list(tmp_path.glob("p/manifest.json"))
 
 

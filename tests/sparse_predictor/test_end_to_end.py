@@ -1,5 +1,6 @@
 """What is fitted to the running model: stand-ins, refinement against its logits, thresholds in sparse runs."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,40 @@ def test_refinement_lowers_the_divergence_and_leaves_the_model_as_it_was(
         assert parameter.grad is None
     assert names and all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     model.requires_grad_(False)
+
+
+def test_interrupted_refinement_continues_to_the_same_result(
+    store: ActivationStore, model: Decoder, tmp_path: Path
+) -> None:
+    held_out = windows(store, "validation")
+    text = np.concatenate([store.token_ids[first:last] for first, last in store.row_ranges("train")])
+    options = RefineOptions(
+        steps=9, batch_sequences=2, window=32, learning_rate=1e-2, densities=(0.5, 0.3), validate_every=3
+    )
+
+    def run(state_path: Path, stop_at: int, origin: dict[str, Any]) -> tuple[PredictorStack, Any, list[int]]:
+        stack = PredictorStack(3, 48, 80, 16, densities=(0.5, 0.3), standin_rank=6)
+        fit_standins(model, stack, range(3), windows(store, "train"), lookahead=0, error_share=1.0)
+        steps: list[int] = []
+
+        def on_step(step: int, loss: float) -> None:
+            steps.append(step)
+            if step == stop_at:
+                raise KeyboardInterrupt
+
+        curve, more = None, {"lookahead": 0, "state_path": state_path, "origin": origin, "on_step": on_step}
+        with contextlib.suppress(KeyboardInterrupt):
+            curve = refine(model, stack, text, held_out, options, **more)
+        return stack, curve, steps
+
+    whole, whole_curve, _ = run(tmp_path / "a.pt", -1, {"seed": "0"})
+    _, stopped, _ = run(tmp_path / "b.pt", 7, {"seed": "0"})
+    assert stopped is None and (tmp_path / "b.pt").is_file()
+    resumed, resumed_curve, steps = run(tmp_path / "b.pt", -1, {"seed": "0"})
+    assert steps == [6, 7, 8] and resumed_curve == whole_curve
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert run(tmp_path / "b.pt", -1, {"seed": "1"})[2] == list(range(9)), "another start begins anew"
 
 
 def test_refinement_that_fails_leaves_no_hooks(store: ActivationStore, model: Decoder, tmp_path: Path) -> None:

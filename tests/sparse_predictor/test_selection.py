@@ -213,3 +213,13 @@ def test_density_budgets_set_each_layer(trained: Trained, tmp_path: Path) -> Non
     stats = attach_selection(model, selection("oracle", None, 0.9, density_budget=budget))
     prompt_then_decode(model, 2)
     assert stats.densities("mlp") == pytest.approx([0.3] * 3) and stats.densities("attention") == [1.0] * 3
+
+
+def test_methods_can_follow_one_another_on_one_model(trained: Trained) -> None:
+    def run(model: Decoder, method: str) -> Tensor:
+        attach_selection(model, selection(method, trained("standin", "llama"), 0.5))
+        return prompt_then_decode(model, 1)
+
+    model = tiny_decoder(KINDS["llama"])
+    for method in ("teal", "cats", "static", "predictor", "teal", "oracle", "dense"):
+        assert torch.equal(run(model, method), run(tiny_decoder(KINDS["llama"]), method)), method
