@@ -78,7 +78,7 @@ def generate(
     batch_size: int = 8,
     eos_token_ids: Sequence[int] | None = None,
     decode: Decode | None = None,
-    on_token: Callable[[int, int, float], None] | None = None,
+    on_token: Callable[[int, int, float], object] | None = None,
     on_finish: Callable[[int, GenerationResult], None] | None = None,
     timings: GenerationTimings | None = None,
 ) -> list[GenerationResult]:
@@ -179,7 +179,7 @@ class _Batch:
 
     def run(
         self,
-        on_token: Callable[[int, int, float], None] | None,
+        on_token: Callable[[int, int, float], object] | None,
         finish: Callable[[int, GenerationResult], None],
     ) -> None:
         """Prefill, then a token a row until no row is left."""
