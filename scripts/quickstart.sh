@@ -13,6 +13,10 @@ checkpoint=$run_dir/checkpoint
 python=.venv/bin/python
 mkdir -p "$run_dir"
 
+# A CPU that multiplies bfloat16 in hardware is two to three times faster with it; any other one is slower.
+dtype=float32
+if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null; then dtype=bfloat16; fi
+
 step() { printf '\n== %s ==\n' "$*" >&2; }
 
 step "1/6 convert"
@@ -24,24 +28,33 @@ gguf=$("$python" -c 'import importlib.util as u, pathlib; print(next(pathlib.Pat
 "$python" convert_llama_checkpoint.py --source "$gguf" --output-dir "$checkpoint" --dtype float32
 
 step "2/6 collect"
-bash scripts/collect.sh SmolLM2 --resume
+bash scripts/collect.sh SmolLM2 --resume --dtype "$dtype"
 
 step "3/6 train"
 # A short recipe that fits two CPU cores; the defaults are for a GPU.
-bash scripts/train.sh SmolLM2 --steps 50 --batch-rows 768 --closed-form-rows 6144 --refine-steps 0 \
+bash scripts/train.sh SmolLM2 --dtype "$dtype" --steps 50 --batch-rows 768 --closed-form-rows 6144 --refine-steps 0 \
     --standin-tokens 4096 --calibration-tokens 2048
 
 step "4/6 evaluate"
 rm -f "$run_dir/results.jsonl"
-score() { bash scripts/evaluate.sh SmolLM2 --max-tokens 4096 --quality-windows 2 "$@"; }
+score() { bash scripts/evaluate.sh SmolLM2 --dtype "$dtype" --max-tokens 4096 --quality-windows 2 "$@"; }
 score --method predictor --mlp-density 0.5 0.3 --decode-tokens 24
 score --method oracle cats teal static random --mlp-density 0.5
 
 step "5/6 generate"
 printf '%s\n' '{"id": "tides", "prompt": "Why does the sea have tides?"}' '{"id": "bread", "prompt": "Write two sentences about bread."}' >"$run_dir/prompts.jsonl"
-bash scripts/infer.sh SmolLM2 --chat --input "$run_dir/prompts.jsonl" --output "$run_dir/dense.jsonl" --max-new-tokens 48
-bash scripts/infer.sh SmolLM2 --chat --input "$run_dir/prompts.jsonl" --output "$run_dir/sparse.jsonl" --max-new-tokens 48 \
-    --method predictor --predictors "$run_dir/predictors" --mlp-density 0.5
+answer() {
+    bash scripts/infer.sh SmolLM2 --dtype "$dtype" --chat --input "$run_dir/prompts.jsonl" --max-new-tokens 48 "$@"
+}
+answer --output "$run_dir/dense.jsonl"
+answer --output "$run_dir/sparse.jsonl" --method predictor --mlp-density 0.5
+"$python" - "$run_dir/dense.jsonl" "$run_dir/sparse.jsonl" <<'END'
+import json, sys
+
+for name in sys.argv[1:]:
+    for answer in map(json.loads, open(name, encoding="utf-8")):
+        print(f"\n[{answer['mlp_density']:.0%} of the neurons] {answer['prompt']}\n{answer['text']}")
+END
 
 step "6/6 summarize"
 "$python" -m scripts.summarize --results "$run_dir/results.jsonl" --output-dir "$run_dir/report"
