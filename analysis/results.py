@@ -180,9 +180,19 @@ def read_records(*paths: str | os.PathLike[str]) -> list[Record]:
     return records
 
 
-def environment_stamp() -> dict[str, Any]:
-    """Where and with what a number is measured; what cannot be found out (no GPU, no git) is None."""
-    return {**_fixed_environment(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+def environment_stamp(device: str | None = None) -> dict[str, Any]:
+    """Where and with what a number is measured; what cannot be found out (no GPU, no git) is None.
+
+    `device`: the one that was used, as torch names it, where it need not be the machine's first GPU.
+    """
+    stamp = dict(_fixed_environment())
+    if device is not None and device.startswith("cpu"):
+        stamp |= {"device": "cpu", "num_devices": 0}
+    elif device is not None:
+        import torch
+
+        stamp |= {"device": torch.cuda.get_device_name(device), "num_devices": 1}
+    return {**stamp, "date": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 @cache

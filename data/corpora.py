@@ -51,7 +51,7 @@ class Corpus:
     def label(self) -> str:
         """The spec with nothing left to defaults, for manifests and records: `wikitext:train`, `self:0`."""
         if self.path is not None:
-            return str(self.path)
+            return self.path.name
         return f"{self.kind}:{self.split if self.seed is None else self.seed}"
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from modules.attention import Attention
 from modules.config import ModelConfig
-from modules.forward_pass import ForwardPass, cached_attention_mask
+from modules.forward_pass import ForwardPass, cached_attention_mask, real_tokens
 from modules.kv_cache import KVCache
 from modules.mlp import Mlp
 from modules.normalization import AddNorm, Norm, add_norm
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
         forward_pass = ForwardPass(
             phase=phase,
             positions=positions,
-            valid=None if num_tokens is None else steps < num_tokens[:, None],
+            valid=None if num_tokens is None else real_tokens(token_ids, num_tokens),
             attention_mask=mask,
             cos_sin=None if self._rotary is None else self._rotary.cos_sin(positions, self.dtype),
             cache=cache,

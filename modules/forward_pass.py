@@ -54,6 +54,11 @@ class ForwardPass:
             self.stats.of(layer_idx, block, num_units).count(execution, num_active, self.valid, num_rows)
 
 
+def real_tokens(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
+    """Which of right-padded token_ids [B, T] are no padding, num_tokens [B] a row: bool [B, T]."""
+    return torch.arange(token_ids.shape[1], device=token_ids.device) < num_tokens[:, None]
+
+
 def cached_attention_mask(positions: Tensor, end: int) -> Tensor:
     """[B, T] query positions -> bool [B, 1, T, end]: a query sees cached positions up to and with its own."""
     keys = torch.arange(end, device=positions.device)

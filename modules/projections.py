@@ -32,6 +32,7 @@ class ThinnedInput(nn.Module):
         self.projection = projection
         self.threshold = threshold
         self.enabled = True
+        self.valid: Tensor | None = None  # bool [B, T]: rows that are no padding, and count; None: all
         self._kept: Tensor | None = None
         self._seen = 0
 
@@ -40,9 +41,10 @@ class ThinnedInput(nn.Module):
         if not self.enabled:
             return self.projection(states)
         mask = states.abs() >= self.threshold
-        kept = mask.sum()
+        counted = mask if self.valid is None else mask[self.valid]
+        kept = counted.sum()
         self._kept = kept if self._kept is None else self._kept + kept
-        self._seen += mask.numel()
+        self._seen += counted.numel()
         return self.projection(states.masked_fill(~mask, 0))
 
     @property

@@ -7,7 +7,7 @@ Legend: B batch, T tokens, D hidden, V vocabulary, P scored positions.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -168,6 +168,15 @@ class Likelihood:
         return math.exp(mean) if mean < 709.0 else math.inf
 
 
+def check_window(model: Decoder, window: int) -> None:
+    """ValueError if a window of so many tokens does not fit the model's context."""
+    if window > model.config.max_position_embeddings:
+        raise ValueError(
+            f"window {window} does not fit the model's context of {model.config.max_position_embeddings}; "
+            "give a smaller --window"
+        )
+
+
 def perplexity(
     model: Decoder,
     token_ids: Sequence[int],
@@ -176,21 +185,29 @@ def perplexity(
     stride: int | None = None,
     max_windows: int | None = None,
     batch_size: int = 1,
-    on_window: Callable[[Window, Likelihood], None] | None = None,
+    on_window: Callable[[Window, Likelihood], object] | None = None,
 ) -> Likelihood:
     """Likelihood of one text in windows (see `score_windows`), `max_windows` of them at most.
 
     `on_window` hears each window's own likelihood. ValueError if a window does not fit the context.
     """
-    if window > model.config.max_position_embeddings:
-        raise ValueError(
-            f"window {window} does not fit the model's context of {model.config.max_position_embeddings}; "
-            "give a smaller --window"
-        )
+    check_window(model, window)
     windows = islice(score_windows(token_ids, window, stride), max_windows)
-    total = Likelihood()
-    while batch := list(islice(windows, batch_size)):
-        for piece, scores in zip(batch, score_tokens(model, [piece.token_ids for piece in batch]), strict=True):
+    return windows_likelihood(model, windows, batch_size=batch_size, on_window=on_window)
+
+
+def windows_likelihood(
+    model: Decoder,
+    windows: Iterable[Window],
+    *,
+    batch_size: int = 1,
+    on_window: Callable[[Window, Likelihood], object] | None = None,
+) -> Likelihood:
+    """Likelihood of windows of any texts, `batch_size` of them run together."""
+    pending, total = iter(windows), Likelihood()
+    while batch := list(islice(pending, batch_size)):
+        found = score_tokens(model, [piece.token_ids for piece in batch], batch_size=batch_size)
+        for piece, scores in zip(batch, found, strict=True):
             scored = scores.logprobs[piece.num_context - 1 :]
             likelihood = Likelihood(-float(scored.double().sum()), scored.numel())
             total += likelihood

@@ -67,7 +67,7 @@ class SelectionContext:
 
     `earlier_inputs[i]`: the normed input [B, T, D] of the same kind of block in layer i, for look-ahead.
     `dense_output()`: what the dense block computes before its output projection: activations [B, T, F] (MLP) or
-    head outputs [B, T, N, H] (attention). Only oracles and baselines that need it pay for it.
+    head outputs by group [B, T, G, R, H] (attention). Only oracles and baselines that need it pay for it.
     """
 
     layer_idx: int

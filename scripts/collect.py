@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from loguru import logger
 
@@ -36,7 +37,7 @@ class Options(ModelOptions):
     """Longer documents are cut into consecutive pieces of so many tokens."""
     units: Units = "both"
     """mlp, attention or both."""
-    label_format: str = "raw"
+    label_format: Literal["raw", "packed"] = "raw"
     """raw: activations in float16. packed: one bit a neuron, active or not (which losses on sizes cannot use)."""
     label_density: float = 0.5
     """packed, models without exact zeros: the share of neurons called active."""

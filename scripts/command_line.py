@@ -38,6 +38,9 @@ def run_stage(
     )
     configure_logging(quiet=bool(getattr(options, "quiet", False)))
     try:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            # Without an engine that shares the work, every rank would do all of it and write the same files.
+            raise ValueError("this stage runs in one process for now; start it without torchrun (NUM_GPUS=1)")
         main(options)
     except BrokenPipeError:  # whoever read our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,8 +7,9 @@ pair is one sparse run.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from data.corpora import iter_documents, parse_corpus, token_documents
 from modules.decoder import Decoder
 from modules.generation import generate
 from modules.requests import GenerationRequest, GenerationTimings
-from modules.scoring import Likelihood, perplexity
+from modules.scoring import Likelihood, check_window, score_windows, windows_likelihood
 from modules.sparsity import BLOCKS, SparsityStats
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
@@ -74,42 +75,24 @@ class Score:
 
     likelihood: Likelihood
     seconds: float
-    num_windows: int
 
 
 def score_documents(model: Decoder, documents: Sequence[Sequence[int]], options: Options, title: str) -> Score:
-    """Perplexity over whole documents, `max_windows` windows at most in all."""
-    left = options.max_windows
-    total, windows = Likelihood(), 0
+    """Perplexity over whole documents, each cut into its own windows; `max_windows` windows at most in all."""
+    pieces = (piece for document in documents for piece in score_windows(document, options.window, options.stride))
+    windows = list(islice(pieces, options.max_windows))
+    num_tokens = sum(len(piece.token_ids) - piece.num_context for piece in windows)
     started = time.perf_counter()
-    num_tokens = sum(map(len, documents))
     with progress((), title, quiet=options.quiet, unit="tok", total=num_tokens) as bar:
-        for document in documents:
-            seen = 0
-
-            def on_window(piece: Any, likelihood: Likelihood) -> None:
-                nonlocal seen
-                seen += 1
-                bar.update(likelihood.num_tokens)
-
-            total += perplexity(
-                model,
-                document,
-                window=options.window,
-                stride=options.stride,
-                max_windows=left,
-                batch_size=options.batch_size,
-                on_window=on_window,
-            )
-            windows += seen
-            if left is not None:
-                left -= seen
-                if left <= 0:
-                    break
-        bar.update(num_tokens - bar.n)  # first tokens of windows, and what --max-windows leaves out
+        likelihood = windows_likelihood(
+            model,
+            windows,
+            batch_size=options.batch_size,
+            on_window=lambda piece, found: bar.update(found.num_tokens),
+        )
     if model.device.type == "cuda":
-        torch.cuda.synchronize()
-    return Score(total, time.perf_counter() - started, windows)
+        torch.cuda.synchronize(model.device)
+    return Score(likelihood, time.perf_counter() - started)
 
 
 def decode_speed(model: Decoder, prompt: Sequence[int], num_tokens: int) -> float:
@@ -122,13 +105,13 @@ def decode_speed(model: Decoder, prompt: Sequence[int], num_tokens: int) -> floa
 
 def decode_speeds(model: Decoder, selection: Selection, prompt: Sequence[int], num_tokens: int) -> tuple[float, float]:
     """(sparse, dense) decode speed: median of three, the two alternating so that both see the same machine."""
-    sparse, dense = [], []
-    for _ in range(3):
-        remove_sparsity(model)
-        dense.append(decode_speed(model, prompt, num_tokens))
-        attach_selection(model, selection)
-        sparse.append(decode_speed(model, prompt, num_tokens))
-    return median(sparse), median(dense)
+    speeds: dict[Method, list[float]] = {"dense": [], selection.method: []}
+    for _ in range(4):
+        for chosen in (Selection(), selection):
+            attach_selection(model, chosen)
+            speeds[chosen.method].append(decode_speed(model, prompt, num_tokens))
+    # The first of each warms up.
+    return median(speeds[selection.method][1:]), median(speeds["dense"][1:])
 
 
 def achieved(model: Decoder, selection: Selection, stats: SparsityStats) -> dict[str, Any]:
@@ -176,23 +159,19 @@ def sparse_records(
     dense: Score,
 ) -> list[Record]:
     """One sparse run: appends and returns its perplexity record and, if asked for, its decode speed."""
-    title, stats = f"{selection.method} {selection.mlp_density:g}", attach_selection(model, selection)
+    targets = selection.densities(model.config.num_hidden_layers)
+    labels = {**labels, "method": selection.method, "phase": selection.sparse_phases}
+    labels |= {"mlp_density": mean(targets["mlp"]), "head_density": mean(targets["attention"])}
+    title, stats = f"{selection.method} {labels['mlp_density']:g}", attach_selection(model, selection)
     score = score_documents(model, documents, options, title)
-    labels = {
-        **labels,
-        "method": selection.method,
-        "mlp_density": selection.mlp_density,
-        "head_density": selection.head_density,
-        "phase": selection.sparse_phases,
-    }
     done = achieved(model, selection, stats)
     measured: dict[str, Any] = {}
     if options.quality_windows and selection.method != "teal" and done["sparse_calls"]:
         attach_selection(model, selection)
-        quality = measure_selection(model, selection.densities(model.config.num_hidden_layers))
+        quality = measure_selection(model, targets)
         sample = replace(options, max_windows=options.quality_windows, quiet=True)
         score_documents(model, documents, sample, title)
-        measured = {"quality": quality_of(quality)}
+        measured = {"quality": {**quality_of(quality), "windows": options.quality_windows}}
     records = [
         make_record(
             "perplexity",
@@ -209,10 +188,13 @@ def sparse_records(
     if options.decode_tokens:
         prompt = documents[0][: min(PROMPT_TOKENS, options.window)]
         sparse_speed, dense_speed = decode_speeds(model, selection, prompt, options.decode_tokens)
+        if sparse_speed < dense_speed:
+            logger.info(f"{title} decodes at {sparse_speed / dense_speed:.2f} of the dense speed here: dense is faster")
+        execution = "mask" if selection.method == "teal" else "gather"
         records.append(
             make_record(
                 "decode",
-                {**labels, "batch_size": 1, "num_tokens": options.decode_tokens, "execution": "gather"},
+                {**labels, "batch_size": 1, "num_tokens": options.decode_tokens, "execution": execution},
                 "tokens_per_s",
                 sparse_speed,
                 "tokens/s",
@@ -248,6 +230,8 @@ def main(options: Options) -> list[Record]:
         if method != "dense"
         for density in options.mlp_density
     ]
+    if options.density_budget is not None and len(options.mlp_density) > 1:
+        raise ValueError("--density-budget sets the densities; give one --mlp-density at most beside it")
     corpus = parse_corpus(options.corpus, side="test")
     if corpus.kind == "self" and options.max_tokens is None:
         raise ValueError("--corpus self has no end; say with --max-tokens how much of it to score")
@@ -260,7 +244,11 @@ def main(options: Options) -> list[Record]:
     if options.sparse_phases == "decode" and selections:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
     writer = loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens)
-    limits = {"max_tokens": options.max_tokens, "vocab_size": model.config.vocab_size}
+    # So many windows hold at most so many tokens; a hub corpus is not read any further.
+    enough = None if options.max_windows is None else options.max_windows * options.window
+    max_tokens = min((limit for limit in (options.max_tokens, enough) if limit is not None), default=None)
+    check_window(model, options.window)
+    limits = {"max_tokens": max_tokens, "vocab_size": model.config.vocab_size}
     texts = iter_documents(options.corpus, side="test", self_writer=writer)
     documents = list(token_documents(loaded.tokenizer, texts, **limits))
     del texts  # the last hold on a text that has no end: it stops being written here

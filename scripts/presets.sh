@@ -34,7 +34,8 @@ use_preset() {
 run_python() {
     local stage="$1" python="${PYTHON:-python3}" command
     shift
-    if [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+    # PYTHON may name what .venv was made with; the packages are in .venv.
+    if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
     command=("$python")
     if [ "${NUM_GPUS:-1}" -gt 1 ]; then
         command+=(-m torch.distributed.run --standalone --nproc-per-node "$NUM_GPUS")

@@ -16,7 +16,7 @@ class SelectionOptions:
     """Who chooses the active units."""
     predictors: Path | None = None
     """Directory written by scripts.train; also holds the calibration of static, cats and teal."""
-    mlp_density: float = 1.0
+    mlp_density: float = 0.5
     """Share of MLP neurons kept, in (0, 1]."""
     head_density: float = 1.0
     """Share of key-value groups of heads kept, in (0, 1]."""

@@ -44,7 +44,7 @@ class Options(ModelOptions):
     """Predict from the input so many layers earlier (0 or 1)."""
     predictor_rank: str = "auto"
     """Inner width; auto: about 5 % of the MLP's bytes."""
-    loss: str = "energy_bce"
+    loss: Literal["energy_bce", "bce", "magnitude"] = "energy_bce"
     """energy_bce, bce (Deja Vu's) or magnitude."""
     label_density: float = 0.3
     """Share of units labelled active, where the model has no exact zeros."""
@@ -69,11 +69,9 @@ class Options(ModelOptions):
     learning_rate: float = 2e-3
     """Peak, of AdamW."""
     refine_steps: int = 800
-    """End-to-end steps of the neuron predictors against the dense model's logits; 0: none."""
-    refine_sequences: int = 8
-    """Windows of text a refinement step."""
+    """End-to-end steps of the neuron predictors against the dense logits, --batch-size windows each; 0: none."""
     refine_window: int = 1024
-    """Tokens a window."""
+    """Tokens a window, of refinement and of the text that stand-ins and thresholds are fitted on."""
     refine_learning_rate: float = 3e-3
     """Peak, of AdamW."""
     calibration_tokens: int = 16384
@@ -126,7 +124,7 @@ def main(options: Options) -> PredictorManifest:
             error_share=options.standin_error_share,
         )
         if options.refine_steps:
-            metrics["refinement"] = refine_neurons(options, model, store, stacks["mlp"])
+            metrics["refinement"] = refine_neurons(options, rows["mlp"], stacks["mlp"])
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block, stack in stacks.items():
         rule = options.rule if block == "mlp" else "topk"
@@ -167,6 +165,8 @@ def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> P
     share = auto_rank(config) if rows.block == "mlp" else auto_head_rank(config)
     rank = parse_rank(options.predictor_rank, share, "--predictor-rank", 1)
     standin_rank = parse_rank(options.standin_rank, auto_standin_rank(config), "--standin-rank", 0)
+    if standin_rank > config.hidden_size:
+        raise ValueError(f"--standin-rank must be at most hidden_size={config.hidden_size}, got {standin_rank}")
     stack = PredictorStack(
         len(rows.layers),
         config.hidden_size,
@@ -198,12 +198,13 @@ def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> P
     return stack
 
 
-def refine_neurons(options: Options, model: Decoder, store: ActivationStore, stack: PredictorStack) -> dict[str, Any]:
+def refine_neurons(options: Options, rows: TrainingRows, stack: PredictorStack) -> dict[str, Any]:
     """Stage B; returns the held-out divergence as it went, nats a token."""
+    model, store = rows.model, rows.store
     text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges("train")])
     refinement = RefineOptions(
         steps=options.refine_steps,
-        batch_sequences=options.refine_sequences,
+        batch_sequences=options.batch_size,
         window=min(options.refine_window, model.config.max_position_embeddings),
         learning_rate=options.refine_learning_rate,
         densities=options.densities,
@@ -219,7 +220,10 @@ def refine_neurons(options: Options, model: Decoder, store: ActivationStore, sta
             refinement,
             lookahead=options.lookahead,
             state_path=options.output_dir / "training_refinement.pt",
-            origin={name: str(value) for name, value in asdict(options).items() if not name.startswith("refine_")},
+            origin={
+                **rows.identity(),
+                **{name: str(value) for name, value in asdict(options).items() if not name.startswith("refine_")},
+            },
             on_step=lambda step, loss: advance(bar, step, loss),
         )
     return {"held_out_divergence": curve, "best": min(divergence for _, divergence in curve)}

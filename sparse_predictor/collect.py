@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from data.activation_store import ActivationStoreWriter
 from data.corpora import TokenPiece
 from modules.decoder import Decoder
+from modules.forward_pass import real_tokens
 from modules.mlp import unit_norms
 from modules.scoring import pad_right
 from sparse_predictor.labels import LabelDefinition, true_active
@@ -69,10 +70,10 @@ class ActivationRecorder:
 
     def _note_padding(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")
+        self.rows = {layer: {} for layer in self.layers}
         self._keep = None
         if num_tokens is not None:
-            steps = torch.arange(token_ids.shape[1], device=token_ids.device)
-            self._keep = (steps < num_tokens[:, None]).flatten()
+            self._keep = real_tokens(token_ids, num_tokens).flatten()
 
     def _watch(self, point: nn.Module, layer: int, name: str) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -25,7 +25,7 @@ class LowRankMap:
 
 
 class RegressionSums:
-    """First and second moments of (x, y) rows, kept in float64."""
+    """First and second moments of (x, y) rows: each chunk's products in its own float32, their sum in float64."""
 
     def __init__(self, num_inputs: int, num_outputs: int, device: torch.device | str) -> None:
         def zeros(*shape: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from modules.decoder import Decoder
+from modules.forward_pass import real_tokens
 from modules.mlp import unit_norms
 from modules.projections import ThinnedInput
 from modules.sparsity import (
@@ -124,8 +125,10 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
         _thin_mlp_inputs(model, _calibration(model, selection), densities["mlp"], selection.sparse_phases)
         return stats
     make = _selector_maker(model, selection, densities)
-    blocks: list[tuple[int, Block]] = [(layer, "mlp") for layer in range(config.num_hidden_layers)]
-    blocks += [(layer, "attention") for layer in heads]
+    blocks: list[tuple[int, Block]] = [(layer, "attention") for layer in heads]
+    # Heads alone: the MLPs stay dense and need no predictors. Else every MLP goes the sparse way, at density 1 too.
+    if not heads or min(densities["mlp"]) < 1.0:
+        blocks += [(layer, "mlp") for layer in range(config.num_hidden_layers)]
     selectors = {place: make(*place) for place in blocks}
     if selection.sparse_phases == "decode":
         selectors = {place: SparsePhaseGate(selector) for place, selector in selectors.items()}
@@ -231,10 +234,11 @@ def _thin_mlp_inputs(
             threshold = threshold_at(calibration[layer].require(statistic, "teal"), density)
             thinned.append(ThinnedInput(projection, threshold))
             setattr(mlp, name, thinned[-1])
-    if phases == "decode":
 
-        def thin_only_decoding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for projection in thinned:
-                projection.enabled = kwargs.get("phase", "prefill") == "decode"
+    def follow_the_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")
+        for projection in thinned:
+            projection.enabled = phases == "all" or kwargs.get("phase", "prefill") == "decode"
+            projection.valid = None if num_tokens is None else real_tokens(token_ids, num_tokens)
 
-        model.sparsity_hook = model.register_forward_pre_hook(thin_only_decoding, with_kwargs=True)
+    model.sparsity_hook = model.register_forward_pre_hook(follow_the_pass, with_kwargs=True)

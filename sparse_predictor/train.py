@@ -111,10 +111,7 @@ def fit_scores(
     """
     fingerprint = {
         **asdict(options),
-        "layers": rows.layers,
-        "source_layers": rows.source_layers,
-        "rows": rows.store.num_rows,
-        "block": rows.block,
+        **rows.identity(),
         "shapes": {name: list(tensor.shape) for name, tensor in stack.state_dict().items()},
     }
     parameters = [stack.first, stack.second, stack.bias]

@@ -3,8 +3,10 @@
 Legend: L layers, n rows, D hidden, U units, F neurons, G key-value groups.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from modules.mlp import unit_norms
 from modules.sparsity import Block
+from sparse_predictor.store import weights_sample
 
 Ranges = list[tuple[int, int]]
 
@@ -58,6 +61,18 @@ class TrainingRows:
         if block == "mlp":
             norms = [unit_norms(model.mlp(layer)) for layer in self.layers]
             self.unit_norms = torch.stack(norms).to(device)[:, None]
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this training data from any other of the same size: model, layers read, text."""
+        text = np.ascontiguousarray(self.store.token_ids)
+        return {
+            "config_hash": self.store.layout.config_hash,
+            "weights": weights_sample(self.model),
+            "block": self.block,
+            "source_layers": self.source_layers,
+            "layers": self.layers,
+            "text": hashlib.sha256(text.tobytes()).hexdigest(),
+        }
 
     def blocks(self, split: str) -> Ranges:
         """Row ranges of at most BLOCK_ROWS; neighbouring documents of the split are joined first."""

@@ -63,7 +63,7 @@ def test_the_command_lines_fit_together(tmp_path: Path) -> None:
     model, store, predictors = tmp_path / "checkpoint", tmp_path / "store", tmp_path / "predictors"
     answers, results, summary = tmp_path / "out.jsonl", tmp_path / "results.jsonl", tmp_path / "summary"
     sparse = ["--method", "predictor", "--predictors", predictors, "--mlp-density", "0.5"]
-    quick = ["--steps", "3", "--batch-rows", "64", "--refine-steps", "2", "--refine-sequences", "2"]
+    quick = ["--steps", "3", "--batch-rows", "64", "--refine-steps", "2", "--batch-size", "2"]
     stages: list[list[object]] = [
         ["convert_llama_checkpoint.py", "--source", tmp_path / "hf", "--output-dir", model],
         ["-m", "scripts.collect", "--model", model, "--corpus", train_text, "--output-dir", store],
@@ -113,7 +113,7 @@ def test_the_same_stages_on_an_opt(tmp_path: Path, kind: str) -> None:
     scripts.train.main(
         scripts.train.Options(
             **model, activations=tmp_path / "store", output_dir=tmp_path / "p", lookahead=1, steps=3, refine_steps=2,
-            refine_sequences=2, batch_rows=64,
+            batch_size=2, batch_rows=64,
         )
     )  # fmt: skip
     prompts = tmp_path / "prompts.jsonl"

@@ -37,7 +37,7 @@ def flags(folder: Path, output_dir: Path, /, **changes: Any) -> list[str]:
 
 
 def test_the_stage_leaves_predictors_calibration_metrics_and_a_manifest(folder: Path, tmp_path: Path) -> None:
-    run_stage(main, Options, flags(folder, tmp_path / "p", refine_steps=2, refine_sequences=2))
+    run_stage(main, Options, flags(folder, tmp_path / "p", refine_steps=2, batch_size=2))
     names = {path.name for path in (tmp_path / "p").iterdir()}
     assert names == {
         "manifest.json", "metrics.json", "calibration.safetensors",
@@ -146,8 +146,8 @@ def test_heads_of_a_relu_model_are_labelled_by_rank_not_by_sign(tmp_path: Path) 
 def test_a_bfloat16_model_can_be_trained_on(tmp_path: Path, kind: str) -> None:
     model = model_folder(tmp_path / "model", KINDS[kind])
     store = collect(model, tmp_path / "store", ragged_documents([40] * 12), dtype="bfloat16")
-    train(model, store, tmp_path / "half", dtype="bfloat16", refine_steps=2, refine_sequences=2)
-    exact = train(model, store, tmp_path / "exact", refine_steps=2, refine_sequences=2)
+    train(model, store, tmp_path / "half", dtype="bfloat16", refine_steps=2, batch_size=2)
+    exact = train(model, store, tmp_path / "exact", refine_steps=2, batch_size=2)
     for directory in (tmp_path / "half", exact):
         predictors, _ = load_predictors(directory, tiny_decoder(KINDS[kind]))
         assert all(bool(tensor.isfinite().all()) for p in predictors.values() for tensor in p.state_dict().values())
@@ -176,7 +176,6 @@ def test_packed_labels_train_with_bce_and_serve_what_they_can(tmp_path: Path) ->
         ({"predictor_rank": "wide"}, "--predictor-rank must be auto or a whole number of at least 1, got 'wide'"),
         ({"predictor_rank": "0"}, "--predictor-rank must be auto or a whole number of at least 1, got '0'"),
         ({"standin_rank": "-1"}, "--standin-rank must be auto or a whole number of at least 0"),
-        ({"loss": "hinge"}, "--loss 'hinge': choose from"),
         ({"steps": -1}, "--steps must be at least 0"),
         ({"batch_rows": 0}, "--batch-rows at least 1"),
         ({"densities": (0.5, 1.5)}, "density must lie in (0, 1], got 1.5"),
