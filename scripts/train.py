@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from loguru import logger
 
+from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
 from data.store_layout import SPLITS
@@ -155,6 +156,8 @@ def main(options: Options) -> PredictorManifest:
         provenance={"command_line": shlex.join(sys.argv), "git_commit": environment_stamp()["commit"]},
     )
     save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
+    tables = [metrics_table(block, metrics[block]).to_markdown() for block in stacks]
+    (options.output_dir / "metrics.md").write_text("\n\n".join(tables) + "\n")
     report(metrics, options)
     return manifest
 
@@ -252,6 +255,17 @@ def advance(bar: Any, step: int, loss: float) -> None:
     bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
 
 
+def metrics_table(block: Block, metrics: dict[str, Any]) -> Table:
+    """Recall and precision of every layer at every density, as in metrics.json."""
+    keys = [(density, name) for density in metrics["at"] for name in ("recall", "precision")]
+    rows = [
+        (str(layer), *(f"{metrics['at'][density][name][index]:.3f}" for density, name in keys))
+        for index, layer in enumerate(metrics["layers"])
+    ]
+    columns = ("layer", *(f"{name} at {density}" for density, name in keys))
+    return Table(f"{block}: held-out documents, {metrics['rows']} tokens", columns, tuple(rows))
+
+
 def report(metrics: dict[str, Any], options: Options) -> None:
     """One line a kind of block and density; the layers are in metrics.json."""
     for block in BLOCKS:
@@ -262,7 +276,7 @@ def report(metrics: dict[str, Any], options: Options) -> None:
         refinement = metrics["refinement"]
         start = refinement["held_out_divergence"][0][1]
         logger.info(f"refinement: held-out divergence {start:.4f} -> {refinement['best']:.4f} nats a token")
-    logger.info(f"predictors are in {options.output_dir}")
+    logger.info(f"predictors, and metrics.md with every layer, are in {options.output_dir}")
 
 
 if __name__ == "__main__":
