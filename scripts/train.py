@@ -155,9 +155,10 @@ def main(options: Options) -> PredictorManifest:
         training={key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
         provenance={"command_line": shlex.join(sys.argv), "git_commit": environment_stamp()["commit"]},
     )
-    save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     tables = [metrics_table(block, metrics[block]).to_markdown() for block in stacks]
+    options.output_dir.mkdir(parents=True, exist_ok=True)
     (options.output_dir / "metrics.md").write_text("\n\n".join(tables) + "\n")
+    save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     report(metrics, options)
     return manifest
 
@@ -263,7 +264,7 @@ def metrics_table(block: Block, metrics: dict[str, Any]) -> Table:
         for index, layer in enumerate(metrics["layers"])
     ]
     columns = ("layer", *(f"{name} at {density}" for density, name in keys))
-    return Table(f"{block}: held-out documents, {metrics['rows']} tokens", columns, tuple(rows))
+    return Table(title=f"{block}: held-out documents, {metrics['rows']} tokens", columns=columns, rows=tuple(rows))
 
 
 def report(metrics: dict[str, Any], options: Options) -> None:

@@ -40,7 +40,7 @@ def test_the_stage_leaves_predictors_calibration_metrics_and_a_manifest(folder: 
     run_stage(main, Options, flags(folder, tmp_path / "p", refine_steps=2, batch_size=2))
     names = {path.name for path in (tmp_path / "p").iterdir()}
     assert names == {
-        "manifest.json", "metrics.json", "calibration.safetensors",
+        "manifest.json", "metrics.json", "metrics.md", "calibration.safetensors",
         *(f"layer_{layer}_{block}.safetensors" for layer in range(3) for block in ("mlp", "attention")),
     }  # fmt: skip
     manifest = json.loads((tmp_path / "p/manifest.json").read_text())
@@ -53,6 +53,9 @@ def test_the_stage_leaves_predictors_calibration_metrics_and_a_manifest(folder: 
             found = metrics[block]["at"][density]
             assert all(len(found[name]) == 3 for name in ("recall", "precision", "density"))
             assert all(0 <= value <= 1 for name in found for value in found[name])
+    first = metrics["mlp"]["at"]["0.5"]
+    row = f"| 0 | {first['recall'][0]:.3f} | {first['precision'][0]:.3f} |"
+    assert row in (tmp_path / "p/metrics.md").read_text()
     curve = metrics["refinement"]["held_out_divergence"]
     assert [steps for steps, _ in curve] == [0, 2] and metrics["refinement"]["best"] <= curve[0][1]
     load_predictors(tmp_path / "p", tiny_decoder(LLAMA))
