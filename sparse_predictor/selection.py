@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from loguru import logger
 from torch import nn
 
 from modules.decoder import Decoder
@@ -177,6 +178,12 @@ def _predictor_maker(
     model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]
 ) -> Callable[[int, Block], Selector]:
     predictors, manifest = load_predictors(_predictor_dir(selection), model)
+    between = sorted({density for density in densities["mlp"] if density not in (1.0, *manifest.densities)})
+    if between and "mlp" in manifest.blocks:
+        logger.warning(
+            f"{selection.predictors} is calibrated at MLP densities {manifest.densities}, not at {between}: thresholds "
+            "come from dense states and stand-ins from the nearest density; train with --densities for exact ones"
+        )
 
     def learned(layer: int, block: Block) -> Selector:
         if (layer, block) not in predictors:
