@@ -14,7 +14,6 @@ from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.kv_cache import KVCache
-from modules.projections import ThinnedInput
 from modules.requests import (
     Decode,
     GenerationRequest,
@@ -270,11 +269,15 @@ class _Batch:
             finish_reason=reason,
             prompt_logprobs=row.prompt_logprobs,
             num_prompt_tokens=row.num_prompt,
-            mlp_density=densities["mlp"] * thinned_density(self.model),
+            mlp_density=densities["mlp"] * self._thinned_density(),
             head_density=densities["attention"],
             time_to_first_token_ms=(row.first_token_s - self.started_s) * 1e3 if count else None,
             time_per_output_token_ms=(now_s - row.first_token_s) * 1e3 / (count - 1) if count > 1 else None,
         )
+
+    def _thinned_density(self) -> float:
+        num_layers = self.model.config.num_hidden_layers
+        return sum(self.model.mlp(layer_idx).thinned_density() for layer_idx in range(num_layers)) / num_layers
 
     def _density(self, block: Block, slot: int) -> float:
         if self.stats is None:
@@ -284,10 +287,3 @@ class _Batch:
             if units:
                 return active / units
         return 1.0
-
-
-def thinned_density(model: Decoder) -> float:
-    """Share of the MLP weights read where matmul inputs are thinned out (TEAL), since that began; 1.0 otherwise."""
-    mlps = [model.mlp(layer_idx) for layer_idx in range(model.config.num_hidden_layers)]
-    projections = [p for mlp in mlps for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if p is not None]
-    return sum(p.density if isinstance(p, ThinnedInput) else 1.0 for p in projections) / len(projections)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
 from modules.kernels.sparse_mlp import ACTIVATION_FUNCTIONS, sparse_mlp
-from modules.projections import OutputProjection
+from modules.projections import OutputProjection, ThinnedInput
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector
 
 
@@ -46,6 +46,11 @@ class Mlp(nn.Module):
         if active.compensation is not None:
             output = output + active.compensation.view_as(output)
         return output
+
+    def thinned_density(self) -> float:
+        """Mean share of matmul inputs used where they are thinned out (TEAL), since that began; 1.0 otherwise."""
+        projections = [part for part in (self.gate_proj, self.up_proj, self.down_proj) if part is not None]
+        return sum(part.density if isinstance(part, ThinnedInput) else 1.0 for part in projections) / len(projections)
 
     def intermediate(self, hidden_states: Tensor) -> Tensor:
         """What the down projection multiplies, every neuron: [..., D] -> [..., F]."""

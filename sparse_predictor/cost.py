@@ -1,20 +1,14 @@
 """MLP bytes a token reads, as a share of the dense MLP's: what methods are compared at besides density."""
 
 from modules.decoder import Decoder
-from modules.projections import ThinnedInput
 from modules.sparsity import SparsityStats
-from sparse_predictor.selection import THINNED_PROJECTIONS, Method
+from sparse_predictor.selection import Method
 from sparse_predictor.selectors import PredictorSelector
 
 
 def thinned_densities(model: Decoder) -> list[float]:
     """Per layer, the mean share of matmul inputs used (TEAL); 1.0 where nothing is thinned."""
-    densities = []
-    for layer in range(model.config.num_hidden_layers):
-        projections = [getattr(model.mlp(layer), name) for name in THINNED_PROJECTIONS]
-        used = [p.density if isinstance(p, ThinnedInput) else 1.0 for p in projections if p is not None]
-        densities.append(sum(used) / len(used))
-    return densities
+    return [model.mlp(layer).thinned_density() for layer in range(model.config.num_hidden_layers)]
 
 
 def predictor_bytes_share(model: Decoder) -> float:
