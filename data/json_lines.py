@@ -27,6 +27,11 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
+    # JSON's escapes can spell half of a surrogate pair, which no tokenizer or file can take.
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: holds half of a surrogate pair, which is no text") from error
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object such as {{...}}, got {type(value).__name__}")
     return value

@@ -40,7 +40,8 @@ class ThinnedInput(nn.Module):
         """As the wrapped projection, on the input's entries with magnitude >= threshold."""
         if not self.enabled:
             return self.projection(states)
-        mask = states.abs() >= self.threshold
+        # An exact zero (ReLU) is skipped for free, also where the threshold itself is zero.
+        mask = (states.abs() >= self.threshold) & ((states != 0) | (self.threshold == float("-inf")))
         counted = mask if self.valid is None else mask[self.valid]
         kept = counted.sum()
         self._kept = kept if self._kept is None else self._kept + kept

@@ -203,7 +203,8 @@ class StaticSelector:
 
 
 class RandomSelector:
-    """`count` random units for each row, drawn anew each call from a seeded generator."""
+    """`count` random units for each row, drawn anew each call from a seeded generator: a baseline, whose draws depend
+    on the order and batching of calls."""
 
     lookahead = 0
 

@@ -18,6 +18,7 @@ from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
 from sparse_predictor.collect import ActivationRecorder, Units, collect_documents
 from sparse_predictor.labels import default_definition
+from sparse_predictor.store import weights_sample
 
 # Keeps a batch's activations to a few hundred MB whatever --batch-size says.
 MAX_BATCH_TOKENS = 4096
@@ -71,6 +72,7 @@ def main(options: Options) -> ActivationStore:
             "corpus": corpus.label,
             "max_tokens": options.max_tokens,
             "max_document_tokens": piece_tokens,
+            "weights_sample": weights_sample(model),
             "packed_label": packed.to_manifest() if packed else None,
         },
     )
@@ -131,7 +133,7 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
     layers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()) or part.endswith("-"):
+        if not first.isdecimal() or (last and not last.isdecimal()) or part.endswith("-"):
             raise ValueError(f"layers {text!r}: expected all, or a list such as 0,5-9")
         layers.update(range(int(first), int(last or first) + 1))
     if not layers or max(layers) >= num_layers:

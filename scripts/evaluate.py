@@ -230,6 +230,8 @@ def main(options: Options) -> list[Record]:
         if method != "dense"
         for density in options.mlp_density
     ]
+    if not options.method or not options.mlp_density:
+        raise ValueError("--method and --mlp-density: give at least one each")
     if options.density_budget is not None and len(options.mlp_density) > 1:
         raise ValueError("--density-budget sets the densities; give one --mlp-density at most beside it")
     corpus = parse_corpus(options.corpus, side="test")

@@ -132,6 +132,8 @@ def read_generation_defaults(directory: Path, model: Decoder) -> GenerationDefau
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
     eos = values.get("eos_token_id")
     eos_token_ids = model.config.eos_token_ids if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not values.get("do_sample"):

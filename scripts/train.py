@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from loguru import logger
 
 from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
 from data.store_layout import SPLITS
-from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block, num_kept
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
@@ -24,7 +22,7 @@ from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_ran
 from sparse_predictor.refine import RefineOptions, refine
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.standin import fit_standins
-from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
+from sparse_predictor.store import PredictorManifest, same_weights, save_predictors, weights_sample
 from sparse_predictor.thresholds import calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores
 from sparse_predictor.training_data import TrainingRows
@@ -79,10 +77,18 @@ class Options(ModelOptions):
     """Held-out tokens on which thresholds are set."""
 
 
+LEAST = {
+    "closed_form_rows": 16,
+    "refine_steps": 0,
+    "refine_window": 2,
+    "calibration_tokens": 1,
+    "standin_tokens": 1,
+}
+
+
 def main(options: Options) -> PredictorManifest:
     """Train into `output_dir`; the manifest is written last."""
-    if options.lookahead not in (0, 1):
-        raise ValueError(f"--lookahead must be 0 or 1, got {options.lookahead}")
+    check_options(options)
     store = ActivationStore(options.activations)
     if store.layout.units not in ("both", options.units):
         raise ValueError(f"{options.activations} holds units {store.layout.units}, not {options.units}")
@@ -93,8 +99,10 @@ def main(options: Options) -> PredictorManifest:
             f"{options.activations} was collected from {store.layout.model} (config {store.layout.config_hash}), "
             f"not from {loaded.model_id} (config {config.config_hash()})"
         )
-    if not options.densities:
-        raise ValueError("--densities: give at least one")
+    if not same_weights(weights_sample(model), store.layout.definitions.get("weights_sample", [])):
+        raise ValueError(f"{options.activations} was collected from other weights of the same configuration")
+    if int(store.token_ids.max()) >= config.vocab_size:
+        raise ValueError(f"{options.activations} holds token id {store.token_ids.max()}, beyond the vocabulary")
     if not store.manifest.complete:
         logger.warning(f"{options.activations} was interrupted: training on the {store.num_rows} rows it has")
     missing = sorted(set(range(config.num_hidden_layers)) - set(store.layers))
@@ -115,7 +123,7 @@ def main(options: Options) -> PredictorManifest:
     stacks = {block: fit_block(options, rows[block], label) for block in rows}
     if "mlp" in stacks:
         logger.info("fitting stand-ins")
-        text = text_windows(options, store, model, "train", options.standin_tokens)
+        text = rows["mlp"].text("train", options.standin_tokens, options.refine_window)
         fit_standins(
             model,
             stacks["mlp"],
@@ -134,7 +142,7 @@ def main(options: Options) -> PredictorManifest:
             predictors[layer, block] = predictor.to(model.device)
     if "mlp" in stacks:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
-        held_out = text_windows(options, store, model, "validation", options.calibration_tokens)
+        held_out = rows["mlp"].text("validation", options.calibration_tokens, options.refine_window)
         calibrate_thresholds(model, neurons, held_out, options.densities, options.lookahead)
     calibration = {
         layer: calibrate_layer(rows.get("mlp"), rows.get("attention"), index, label)
@@ -161,6 +169,21 @@ def main(options: Options) -> PredictorManifest:
     save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     report(metrics, options)
     return manifest
+
+
+def check_options(options: Options) -> None:
+    """ValueError for numbers that could not train anything, before anything is loaded."""
+    for name, least in LEAST.items():
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    if options.lookahead not in (0, 1):
+        raise ValueError(f"--lookahead must be 0 or 1, got {options.lookahead}")
+    if not 0.0 <= options.standin_error_share <= 1.0:
+        raise ValueError(f"--standin-error-share must lie in [0, 1], got {options.standin_error_share}")
+    if not (0.0 < options.refine_learning_rate < 1.0):
+        raise ValueError(f"--refine-learning-rate must lie in (0, 1), got {options.refine_learning_rate}")
+    if not options.densities or len(set(options.densities)) != len(options.densities):
+        raise ValueError(f"--densities: give at least one, each once; got {options.densities}")
 
 
 def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> PredictorStack:
@@ -204,8 +227,7 @@ def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> P
 
 def refine_neurons(options: Options, rows: TrainingRows, stack: PredictorStack) -> dict[str, Any]:
     """Stage B; returns the held-out divergence as it went, nats a token."""
-    model, store = rows.model, rows.store
-    text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges("train")])
+    model = rows.model
     refinement = RefineOptions(
         steps=options.refine_steps,
         batch_sequences=options.batch_size,
@@ -214,12 +236,12 @@ def refine_neurons(options: Options, rows: TrainingRows, stack: PredictorStack) 
         densities=options.densities,
         seed=options.seed,
     )
-    held_out = text_windows(options, store, model, "validation", options.calibration_tokens)
+    held_out = rows.text("validation", options.calibration_tokens, options.refine_window)
     with progress((), "refining", quiet=options.quiet, total=refinement.steps, unit="step") as bar:
         curve = refine(
             model,
             stack,
-            text,
+            rows.token_ids("train"),
             held_out,
             refinement,
             lookahead=options.lookahead,
@@ -233,19 +255,11 @@ def refine_neurons(options: Options, rows: TrainingRows, stack: PredictorStack) 
     return {"held_out_divergence": curve, "best": min(divergence for _, divergence in curve)}
 
 
-def text_windows(options: Options, store: ActivationStore, model: Decoder, split: str, max_tokens: int) -> torch.Tensor:
-    """About `max_tokens` tokens of one side's documents, one after another, as windows [B, T]."""
-    text = np.concatenate([store.token_ids[start:stop] for start, stop in store.row_ranges(split)])
-    window = min(options.refine_window, len(text), model.config.max_position_embeddings)
-    count = max(1, min(len(text), max_tokens) // window)
-    return torch.from_numpy(text[: count * window].reshape(count, window).astype(np.int64)).to(model.device)
-
-
 def parse_rank(text: str, automatic: int, flag: str, least: int) -> int:
     """`auto`, or a whole number of at least `least`."""
     if text == "auto":
         return automatic
-    if not text.isdigit() or int(text) < least:
+    if not text.isdecimal() or int(text) < least:
         raise ValueError(f"{flag} must be auto or a whole number of at least {least}, got {text!r}")
     return int(text)
 

@@ -94,5 +94,7 @@ def load_calibration(directory: Path) -> dict[int, LayerCalibration]:
         layer, _, name = key.partition(".")
         if not layer.isdigit() or name not in LayerCalibration.__dataclass_fields__:
             raise ValueError(f"{path}: unexpected tensor {key}")
+        if bool(value.isnan().any()):
+            raise ValueError(f"{path}: {key} holds NaN; train again")
         fields.setdefault(int(layer), {})[name] = value
     return {layer: LayerCalibration(**values) for layer, values in fields.items()}

@@ -61,7 +61,9 @@ class RegressionSums:
         covariance.diagonal().add_(RIDGE * covariance.diagonal().mean().clamp_min(1e-12))
         cross = self.xy / self.count - torch.outer(mean_x, mean_y)
         # With C = G G', the fitted outputs' strongest directions are the top singular vectors of G^-1 cross.
-        root = torch.linalg.cholesky(covariance)
+        root, failed = torch.linalg.cholesky_ex(covariance)
+        if bool(failed) or not bool(root.isfinite().all()):
+            raise ValueError("regression: inputs that are too few, constant or not finite; give more rows")
         whitened = torch.linalg.solve_triangular(root, cross, upper=False)  # [D, O]
         _, vectors = torch.linalg.eigh(whitened @ whitened.T)
         left = vectors[:, -min(rank, vectors.shape[1]) :].flip(1)  # [D, R], strongest first

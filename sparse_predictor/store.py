@@ -7,13 +7,13 @@ The manifest is written last: a directory without one is unfinished and is refus
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from modules.decoder import Decoder
@@ -71,7 +71,7 @@ def save_predictors(
         stale.unlink()
     for (layer, block), predictor in predictors.items():
         tensors = {name: value.contiguous().cpu() for name, value in predictor.state_dict().items()}
-        save_file(tensors, predictor_file(directory, layer, block))
+        save_file(tensors, predictor_file(directory, layer, block), metadata={"of": f"layer {layer} {block}"})
     save_calibration(directory, calibration)
     write_json(directory / "metrics.json", metrics)
     write_json(directory / "manifest.json", asdict(manifest))
@@ -87,6 +87,14 @@ def weights_sample(model: Decoder) -> list[float]:
         weight = model.mlp(layer).down_proj.weight.detach().flatten()
         found += weight[places.to(weight.device)].double().tolist()
     return found
+
+
+def same_weights(sample: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two `weights_sample`s are of one model. bfloat16 rounds by up to 0.4 %; other weights of the same shape
+    differ by as much as they are large."""
+    return len(sample) == len(other) and all(
+        abs(here - there) <= 0.01 * abs(there) + 1e-6 for here, there in zip(sample, other, strict=True)
+    )
 
 
 def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
@@ -106,13 +114,11 @@ def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
             f"{directory}: predictors of {manifest.model_id} (config {manifest.config_hash}) do not belong to this "
             f"model (config {config.config_hash()})"
         )
-    sample = weights_sample(model)
-    # bfloat16 rounds by up to 0.4 %; other weights of the same shape differ by as much as they are large.
-    same = len(sample) == len(manifest.weights_sample) and all(
-        abs(here - there) <= 0.01 * abs(there) + 1e-6
-        for here, there in zip(sample, manifest.weights_sample, strict=True)
-    )
-    if not same:
+    known = manifest.mlp_rule in ("topk", "threshold") and manifest.lookahead in (0, 1)
+    lists = (manifest.layers, manifest.blocks, manifest.densities, manifest.weights_sample)
+    if not known or not all(isinstance(value, list) for value in lists):
+        raise ValueError(f"{path}: mlp_rule, lookahead, layers, blocks, densities or weights_sample is no valid value")
+    if not same_weights(weights_sample(model), manifest.weights_sample):
         raise ValueError(
             f"{directory}: predictors of {manifest.model_id}; this model has the same configuration but other weights"
         )
@@ -139,6 +145,10 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
                 standin_rank=manifest.standin_rank if block == "mlp" else 0,
             )
             try:
+                with safe_open(path, framework="pt") as file:
+                    whose = (file.metadata() or {}).get("of", f"layer {layer} {block}")
+                if whose != f"layer {layer} {block}":
+                    raise ValueError(f"{path}: written for {whose}, not for layer {layer} {block}")
                 predictor.load_state_dict(load_file(path), strict=True)
             except (SafetensorError, RuntimeError) as problem:
                 raise ValueError(f"{path}: {problem}") from problem

@@ -5,12 +5,14 @@ Legend: L layers, n rows, D hidden, U units, R rank.
 
 import math
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 
 from modules.sparsity import Block, num_kept
 from sparse_predictor.labels import LabelDefinition, true_active
@@ -166,5 +168,9 @@ def load_state(path: Path, fingerprint: dict[str, Any], device: torch.device) ->
     """The state that the same training left at `path`, or None if there is none such."""
     if not path.is_file():
         return None
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+        logger.warning(f"{path}: damaged, training starts anew ({str(problem).splitlines()[0]})")
+        return None
     return state if state["fingerprint"] == fingerprint else None

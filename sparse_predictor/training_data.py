@@ -62,6 +62,17 @@ class TrainingRows:
             norms = [unit_norms(model.mlp(layer)) for layer in self.layers]
             self.unit_norms = torch.stack(norms).to(device)[:, None]
 
+    def token_ids(self, split: str) -> np.ndarray:
+        """The tokens of one side's documents, one after another: int32 [rows]."""
+        return np.concatenate([self.store.token_ids[start:stop] for start, stop in self.store.row_ranges(split)])
+
+    def text(self, split: str, max_tokens: int, window: int) -> Tensor:
+        """About `max_tokens` of one side's tokens as windows int64 [B, T], T at most `window` and the context."""
+        tokens = self.token_ids(split)
+        window = min(window, len(tokens), self.model.config.max_position_embeddings)
+        count = max(1, min(len(tokens), max_tokens) // window)
+        return torch.from_numpy(tokens[: count * window].reshape(count, window).astype(np.int64)).to(self.device)
+
     def identity(self) -> dict[str, Any]:
         """What tells this training data from any other of the same size: model, layers read, text."""
         text = np.ascontiguousarray(self.store.token_ids)

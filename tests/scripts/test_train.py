@@ -11,10 +11,11 @@ import torch
 import scripts.train
 from data.activation_store import ActivationStore
 from scripts.command_line import run_stage
-from scripts.train import Options, main, parse_rank, text_windows
+from scripts.train import Options, main, parse_rank
 from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import load_predictors
+from sparse_predictor.training_data import TrainingRows
 from tests.modules.tiny_models import KINDS, LLAMA, OPT, tiny_decoder
 from tests.sparse_predictor.tiny_stages import QUICK, collect, model_folder, one_error_line, ragged_documents, train
 
@@ -120,8 +121,8 @@ def test_a_sparse_run_on_the_calibration_text_has_the_density_asked_for_in_every
     store = collect(model_folder(tmp_path / "model", KINDS[kind]), tmp_path / "store", ragged_documents([40] * 30))
     # A window beyond the context of 64 is cut down to it.
     train(tmp_path / "model", store, tmp_path / "p", refine_window=1024, **changes)
-    options = Options(model="", activations=store.directory, output_dir=tmp_path, refine_window=1024)
-    text = text_windows(options, store, tiny_decoder(KINDS[kind]), "validation", options.calibration_tokens)
+    rows = TrainingRows(store, tiny_decoder(KINDS[kind]), "mlp", lookahead=0, device=torch.device("cpu"))
+    text = rows.text("validation", 16384, 1024)
     assert text.shape == (1, 64), "the validation documents hold 120 tokens"
     model = tiny_decoder(KINDS[kind])
     for density in (0.5, 0.3):
@@ -239,3 +240,16 @@ def test_activations_that_are_not_finite_are_one_line(
 
 def test_ranks_are_auto_or_whole_numbers() -> None:
     assert (parse_rank("auto", 7, "--x", 1), parse_rank("12", 7, "--x", 1), parse_rank("0", 7, "--x", 0)) == (7, 12, 0)
+
+
+def test_activations_of_other_weights_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model_folder(tmp_path / "other", LLAMA, seed=5)
+    line = one_error_line(main, Options, flags(folder, tmp_path / "p", model=tmp_path / "other"), capsys)
+    assert "collected from other weights" in line
+
+
+def test_a_damaged_training_state_is_left_behind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p/training_mlp.pt").write_bytes(b"PK damaged")
+    run_stage(main, Options, flags(folder, tmp_path / "p"))
+    assert (tmp_path / "p/manifest.json").is_file()

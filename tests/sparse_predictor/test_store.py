@@ -43,7 +43,7 @@ def predictors(folder: Path, tmp_path: Path) -> Path:
 def test_every_layer_is_served_by_its_own_file(predictors: Path, model: Decoder) -> None:
     names = {path.name for path in predictors.iterdir()}
     assert names == {
-        "manifest.json", "metrics.json", "calibration.safetensors",
+        "manifest.json", "metrics.json", "metrics.md", "calibration.safetensors",
         *(f"layer_{layer}_{block}.safetensors" for layer in range(12) for block in ("mlp", "attention")),
     }  # fmt: skip
     loaded, manifest = load_predictors(predictors, model)
@@ -177,7 +177,7 @@ def test_a_crash_while_saving_leaves_no_manifest(
 ) -> None:
     loaded, manifest = load_predictors(predictors, model)
 
-    def crash(*arguments: Any) -> None:
+    def crash(*arguments: Any, **options: Any) -> None:
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
@@ -196,4 +196,10 @@ def test_training_again_leaves_nothing_of_the_predictors_before(folder: Path, pr
     sparse_predictor.store.save_predictors(predictors, few, load_calibration(predictors), {}, manifest)
     assert not list(predictors.glob("*_attention.safetensors")) and not list(predictors.glob("training_*"))
     with pytest.raises(FileNotFoundError, match="layer_0_attention.safetensors is missing"):
+        load_predictors(predictors, model)
+
+
+def test_a_copy_of_another_layers_file_is_refused(predictors: Path, model: Decoder) -> None:
+    shutil.copy(predictors / "layer_0_mlp.safetensors", predictors / "layer_1_mlp.safetensors")
+    with pytest.raises(ValueError, match="written for layer 0 mlp, not for layer 1 mlp"):
         load_predictors(predictors, model)
