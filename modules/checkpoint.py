@@ -12,19 +12,18 @@ random weights: whatever is missing, extra, misshapen or not finite is an error 
 """
 
 import datetime
-import json
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from loguru import logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from modules.checkpoint_files import (
     CONFIG_FILE,
@@ -35,15 +34,20 @@ from modules.checkpoint_files import (
     TensorSource,
     check_finite,
     check_part,
+    check_tied,
     is_converted,
     open_source,
-    own_tensor,
     part_file,
     read_json,
+    write_json,
 )
-from modules.checkpoint_keys import EMBEDDINGS, HEAD, expected_shapes, parts, tensor_locations
+from modules.checkpoint_keys import EMBEDDINGS, HEAD, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.shards import own_tensor, set_parameter, take_part
+
+Device = torch.device | str
+Prepare = Callable[[Decoder], None]
 
 
 def load_config(source_dir: str | Path) -> ModelConfig:
@@ -69,10 +73,13 @@ def _parse_config(hf_config: Mapping[str, Any], path: Path) -> ModelConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def build_on_meta(config: ModelConfig) -> Decoder:
-    """A decoder without storage: parameters have shapes only, until `load_weights` gives them values."""
+def build_on_meta(config: ModelConfig, prepare: Prepare | None = None) -> Decoder:
+    """A decoder without storage, cut by `prepare`: parameters have shapes only, until `load_weights` fills them."""
     with torch.device("meta"):
-        return Decoder(config)
+        model = Decoder(config)
+    if prepare is not None:
+        prepare(model)
+    return model
 
 
 def checkpoint_shapes(config: ModelConfig) -> Shapes:
@@ -81,64 +88,53 @@ def checkpoint_shapes(config: ModelConfig) -> Shapes:
 
 
 def load_model(
-    source_dir: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    source_dir: str | Path, *, dtype: torch.dtype | None = None, device: Device = "cpu", prepare: Prepare | None = None
 ) -> Decoder:
     """A decoder from a converted folder, or from a Hugging Face folder (safetensors or .bin) directly.
 
-    `dtype` None keeps the checkpoint's (that of its token embeddings). The model is built on `meta` and filled
-    tensor by tensor, so peak memory is the model and little more. Weights do not require gradients; the model is
-    in eval mode. Raises FileNotFoundError or ValueError, naming file and tensor, for anything but a complete,
-    well-shaped, finite checkpoint.
+    `dtype` None keeps the checkpoint's (that of its token embeddings). `prepare` may cut the model while it is on
+    `meta`: remove modules, shard parameters (`Decoder.shards`). What is left is filled tensor by tensor, reading
+    nothing else, so peak memory is this model and little more. Weights do not require gradients; the model is in eval
+    mode. Raises FileNotFoundError or ValueError, naming file and tensor, for anything but a complete, well-shaped,
+    finite checkpoint (of a cut model: as far as its parts are concerned).
     """
     directory = Path(source_dir)
     config = load_config(directory)
-    model = build_on_meta(config)
-    load_weights(model, open_source(directory, config, expected_shapes(model, config)), dtype=dtype, device=device)
+    source = open_source(directory, config, checkpoint_shapes(config))
+    model = build_on_meta(config, prepare)
+    load_weights(model, source, dtype=dtype, device=device)
     return model
 
 
 def load_weights(
-    model: Decoder, source: TensorSource, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    model: Decoder, source: TensorSource, *, dtype: torch.dtype | None = None, device: Device = "cpu"
 ) -> None:
-    """Give every parameter of a decoder built on `meta` its value."""
-    config = model.config
-    shapes = expected_shapes(model, config)
+    """Give every parameter of a decoder on `meta` its value, or its shard of it, from the parts that it needs."""
+    config, shapes = model.config, checkpoint_shapes(model.config)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     locations = tensor_locations(model, config)
-    warned = False
     for part in parts(config):
+        here = {name: location for name, location in locations.items() if location.part == part}
+        if not here and not (part == EMBEDDINGS and dtype is None):
+            continue
         tensors = check_part(source, part, shapes[part])
-        if dtype is None:
+        if dtype is None:  # also of a stage without embeddings: their type is in the file's header
             dtype = tensors["embed_tokens.weight"].dtype
-        for name, location in locations.items():
-            if location.part != part:
-                continue
+        for name, location in here.items():
             tensor, where = tensors[location.key], source.where(part, location.key)
-            if tensor.dtype.itemsize > dtype.itemsize and not warned:
-                warned = True
-                logger.debug(f"{where}: {tensor.dtype} rounded to {dtype}")
-            value = own_tensor(tensor.to(device=device, dtype=dtype), tensor, transposed=location.transposed)
-            check_finite(value, tensor, where)
-            if name == "lm_head.weight" and config.tie_word_embeddings:
+            # An output projection is turned last, in memory: the file is read in its own order.
+            taken = take_part(tensor.t() if location.transposed else tensor, model.shards.get(name))
+            value = own_tensor(taken.to(device=device, dtype=dtype), tensor)
+            assert value.shape == parameters[name].shape, f"{name}: {value.shape}, held {parameters[name].shape}"
+            check_finite(value, taken, where)
+            del taken  # before the next one is read
+            # A later stage holds a tied head without the embeddings: comparing would mean reading those as well.
+            if name == LM_HEAD and config.tie_word_embeddings and TOKENS in parameters:
                 check_tied(value, model.embeddings.tokens.weight, where)
                 model.lm_head.weight = model.embeddings.tokens.weight
             else:
                 set_parameter(model, name, value)
     model.eval()
-
-
-def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
-    """Replace the parameter called `name` (as in `named_parameters`); it will not require gradients."""
-    module, _, kind = name.rpartition(".")
-    setattr(model.get_submodule(module), kind, nn.Parameter(value, requires_grad=False))
-
-
-def check_tied(head: Tensor, embeddings: Tensor, where: str) -> None:
-    """ValueError if a head that the config calls tied is not the token embeddings."""
-    if not torch.equal(head, embeddings):
-        raise ValueError(
-            f"{where}: differs from the token embeddings, although the config says tie_word_embeddings=true; "
-            "set it to false if the head is the model's own"
-        )
 
 
 def random_model(
@@ -147,22 +143,30 @@ def random_model(
     seed: int = 0,
     std: float = 0.02,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
+    prepare: Prepare | None = None,
 ) -> Decoder:
     """A decoder of random weights, for tests and benchmarks that say so ("weights": "random").
 
     Every parameter is N(0, std) (norm weights 1 + N(0, std)), biases included, so that no term of the model is
-    absent or neutral. Drawn on the device: a seed gives one model per kind of device.
+    absent or neutral. Drawn on the device: a seed gives one model per kind of device. `prepare` as in `load_model`:
+    each parameter is drawn whole, from a generator of its own, so the model of a seed is one however it is cut.
     """
-    model = build_on_meta(config)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, parameter in model.named_parameters():  # a tied head is met once
-        value = torch.randn(parameter.shape, generator=generator, device=device).mul_(std)
+    model = build_on_meta(config, prepare)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        tied = name == LM_HEAD and config.tie_word_embeddings
+        if tied and TOKENS in parameters:
+            model.lm_head.weight = model.embeddings.tokens.weight  # named before the head, so drawn
+            continue
+        shard = model.shards.get(name)
+        shape = tuple(parameter.shape) if shard is None else shard.full_shape(tuple(parameter.shape))
+        digest = hashlib.sha256(f"{seed}/{TOKENS if tied else name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
+        value = torch.randn(shape, generator=generator, device=device).mul_(std)
         if name.endswith("norm.weight"):
             value += 1.0
-        set_parameter(model, name, value.to(dtype))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.embeddings.tokens.weight
+        set_parameter(model, name, take_part(value, shard).to(dtype))
     return model.eval()
 
 
@@ -244,7 +248,7 @@ class CheckpointWriter:
         assert self.dtype is not None
         dtype = str(self.dtype).removeprefix("torch.")
         dtype_key = "dtype" if "dtype" in self.hf_config else "torch_dtype"  # transformers 5, older
-        _write_json(self.partial_dir / CONFIG_FILE, self.hf_config | {dtype_key: dtype})
+        write_json(self.partial_dir / CONFIG_FILE, self.hf_config | {dtype_key: dtype})
         manifest = {
             "format": "checkpoint",
             "format_version": FORMAT_VERSION,
@@ -260,7 +264,7 @@ class CheckpointWriter:
             **self.extra_manifest,
             "files": self._files,
         }
-        _write_json(self.partial_dir / MANIFEST_FILE, manifest)
+        write_json(self.partial_dir / MANIFEST_FILE, manifest)
         replaced = self.output_dir.with_name(self.output_dir.name + ".replaced")
         if self.output_dir.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -281,10 +285,6 @@ def write_checkpoint(
     with CheckpointWriter(output_dir, hf_config, model_id=model_id, dtype=dtype) as writer:
         for _ in writer.write_parts(StateDict(state_dict, writer.config, writer.shapes, model_id)):
             pass
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def git_commit() -> str | None:

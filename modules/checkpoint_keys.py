@@ -10,6 +10,7 @@ from modules.config import ModelConfig
 
 EMBEDDINGS = "embs"
 HEAD = "lm_head"
+TOKENS, LM_HEAD = "embeddings.tokens.weight", "lm_head.weight"  # the parameters that a tied head makes one
 
 # Old files carry these; the values follow from the config.
 HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(model\.)?decoder\.version")
