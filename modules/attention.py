@@ -12,7 +12,7 @@ from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
 from modules.positions import apply_rotary
 from modules.projections import OutputProjection
-from modules.sparsity import MAX_GATHER_ROWS, Selector
+from modules.sparsity import MAX_GATHER_ROWS, Selector, UnitShard
 
 
 class Attention(nn.Module):
@@ -23,7 +23,9 @@ class Attention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_units = config.num_key_value_heads
+        self.units: UnitShard | None = None  # which groups are here, where a tensor-parallel rank computes a part
         self.queries_per_group = config.queries_per_group
+        self.query_heads: tuple[int, int] | None = None  # global range of the heads here, where that is a part
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
@@ -49,20 +51,21 @@ class Attention(nn.Module):
             return self._attend(queries, keys, values, forward_pass)
 
         def grouped_heads() -> Tensor:
-            return dense_heads().unflatten(2, (self.num_units, self.queries_per_group))
+            heads = dense_heads()
+            if self.query_heads is not None:  # heads of padding write nothing, so they must not look large
+                heads[:, :, self.query_heads[1] - self.query_heads[0] :] = 0
+            return heads.unflatten(2, (self.num_units, self.queries_per_group))
 
-        context = forward_pass.selection_context("attention", self.layer_idx, hidden_states, grouped_heads)
+        context = forward_pass.selection_context("attention", self.layer_idx, hidden_states, grouped_heads, self.units)
         active = None if self.selector is None else self.selector.select(hidden_states, context)
-        rows = batch * tokens
         if active is None:
-            forward_pass.count("attention", self.layer_idx, self.num_units, "dense", None, rows)
+            forward_pass.count(context, self.num_units, "dense", None)
             return self.o_proj(self.head_outputs(dense_heads()).flatten(2))
         # One new token a row and few rows: skip. The union of the rows' groups is gathered on the host side,
         # which on a GPU would stall the stream; there several rows share one masked pass.
-        gather = tokens == 1 and rows <= (MAX_GATHER_ROWS if hidden_states.device.type == "cpu" else 1)
+        gather = tokens == 1 and batch <= (MAX_GATHER_ROWS if hidden_states.device.type == "cpu" else 1)
         gather = gather and not self.force_mask
-        execution = "gather" if gather else "mask"
-        forward_pass.count("attention", self.layer_idx, self.num_units, execution, active.num_active, rows)
+        forward_pass.count(context, self.num_units, "gather" if gather else "mask", active)
         if gather:
             output = self._gathered(hidden_states, keys, values, active.mask, forward_pass)
         else:
@@ -78,6 +81,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Queries, attention and output rows of the active groups only; hidden_states [B, 1, D], mask [B, G]."""
         groups = mask.any(0).nonzero().squeeze(-1)
+        if not groups.numel():  # all of the rows' groups are on other ranks
+            return torch.zeros_like(hidden_states)
         width = self.queries_per_group * self.head_dim
         channels = (groups[:, None] * width + torch.arange(width, device=groups.device)).flatten()
         bias = None if self.q_proj.bias is None else self.q_proj.bias[channels]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modules.kv_cache import KVCache
-from modules.sparsity import Block, Phase, SelectionContext, SparsityStats
+from modules.sparsity import BLOCKS, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
 
 
 @dataclass(kw_only=True)
@@ -15,7 +15,7 @@ class ForwardPass:
     """Shared by all half-blocks of one call of the decoder.
 
     positions [B, T] int64; valid [B, T] bool (False: padding) or None when every token is real;
-    attention_mask [B, 1, T, S] bool or None for plain causal attention; cos, sin as `RotaryPositions.cos_sin`.
+    attention_mask [B, 1, T, S] (0 or -inf) or None for plain causal attention; cos, sin as `RotaryPositions.cos_sin`.
     """
 
     phase: Phase
@@ -30,7 +30,12 @@ class ForwardPass:
     inputs: dict[Block, dict[int, Tensor]] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
 
     def selection_context(
-        self, block: Block, layer_idx: int, hidden_states: Tensor, dense_output: Callable[[], Tensor]
+        self,
+        block: Block,
+        layer_idx: int,
+        hidden_states: Tensor,
+        dense_output: Callable[[], Tensor],
+        units: UnitShard | None = None,
     ) -> SelectionContext:
         """The context of one block's selector; also remembers this block's input for the layers that follow."""
         kept = self.inputs[block]
@@ -41,17 +46,26 @@ class ForwardPass:
             layer_idx=layer_idx,
             block=block,
             phase=self.phase,
+            positions=self.positions,
             valid=self.valid,
             earlier_inputs=kept,
             dense_output=dense_output,
+            units=units,
         )
 
-    def count(
-        self, block: Block, layer_idx: int, num_units: int, execution: str, num_active: Tensor | None, num_rows: int
-    ) -> None:
-        """Add one block's call to the statistics, if they are kept."""
+    def count(self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | None) -> None:
+        """Add one block's call to the statistics, if they are kept; `active` None: dense."""
         if self.stats is not None:
-            self.stats.of(layer_idx, block, num_units).count(execution, num_active, self.valid, num_rows)
+            self.stats.count(context, num_units, execution, active)
+
+
+def lookahead_inputs(half_block_idx: int, max_lookahead: int) -> list[tuple[Block, int]]:
+    """Which of `ForwardPass.inputs` (block, layer) the half-blocks from `half_block_idx` on may read, of those before
+    it: what a pipeline stage that starts there is sent, in this order."""
+    upcoming: dict[Block, int] = {"attention": (half_block_idx + 1) // 2, "mlp": half_block_idx // 2}
+    return [
+        (block, layer) for block in BLOCKS for layer in range(max(0, upcoming[block] - max_lookahead), upcoming[block])
+    ]
 
 
 def real_tokens(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
@@ -59,7 +73,11 @@ def real_tokens(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
     return torch.arange(token_ids.shape[1], device=token_ids.device) < num_tokens[:, None]
 
 
-def cached_attention_mask(positions: Tensor, end: int) -> Tensor:
-    """[B, T] query positions -> bool [B, 1, T, end]: a query sees cached positions up to and with its own."""
+def cached_attention_mask(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:
+    """[B, T] query positions -> [B, 1, T, end], 0 or -inf: a query sees cached positions up to and with its own.
+
+    To be added to scores: a mask of bool would be turned into this in every layer.
+    """
     keys = torch.arange(end, device=positions.device)
-    return keys[None, None, None, :] <= positions[:, None, :, None]
+    hidden = keys[None, None, None, :] > positions[:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))

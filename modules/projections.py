@@ -3,6 +3,33 @@
 import torch
 from torch import Tensor, nn
 
+from modules.sparsity import Count
+
+
+def project(states: Tensor, weight: Tensor) -> Tensor:
+    """[..., in] @ [in, out]. What a GPU sums up in float32 it hands out in float32, whatever the weights' type.
+
+    Rounded to half precision, two nearly equal logits, or the partial sums of two ranks, would no longer be told apart.
+    """
+    if states.is_cuda and states.dtype.itemsize == 2 and not torch.is_grad_enabled():
+        return torch.mm(states.flatten(0, -2), weight, out_dtype=torch.float32).unflatten(0, states.shape[:-1])
+    return torch.matmul(states, weight)
+
+
+class OutputHead(nn.Module):
+    """The head, [vocab_size, width]: states [..., width] -> logits [..., vocab_size]."""
+
+    weight: Tensor  # a parameter, which a tied head shares with the token embeddings
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., width] -> [..., vocab_size]."""
+        return project(states, self.weight.t())
+
 
 class OutputProjection(nn.Module):
     """x @ weight with weight [in_features, out_features]: row j is what unit j writes to the residual.
@@ -18,37 +45,41 @@ class OutputProjection(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return torch.matmul(states, self.weight)
+        return project(states, self.weight)
 
 
 class ThinnedInput(nn.Module):
     """A projection that drops the small entries of its input first (TEAL): each dropped entry is an unread weight row.
 
-    Wraps a matmul from outside; the matmul itself stays as it was. `density` tells how much was used.
+    Wraps a matmul from outside; the matmul itself stays as it was. `kept` of `seen` entries were used, over rows that
+    are no padding and inputs that are `counted` (bool [in_features]; None: all). `last_rows` [2, B] are those numbers
+    of the last call alone, for each batch row; None where it was not thinned out.
     """
 
-    def __init__(self, projection: nn.Module, threshold: float) -> None:
+    def __init__(self, projection: nn.Module, threshold: float, counted: Tensor | None = None) -> None:
         super().__init__()
         self.projection = projection
         self.threshold = threshold
+        self.counted = counted
+        self.num_counted = None if counted is None else int(counted.sum())
         self.enabled = True
         self.valid: Tensor | None = None  # bool [B, T]: rows that are no padding, and count; None: all
-        self._kept: Tensor | None = None
-        self._seen = 0
+        self.kept = Count()
+        self.seen = Count()
+        self.last_rows: Tensor | None = None
 
     def forward(self, states: Tensor) -> Tensor:
         """As the wrapped projection, on the input's entries with magnitude >= threshold."""
         if not self.enabled:
+            self.last_rows = None
             return self.projection(states)
         # An exact zero (ReLU) is skipped for free, also where the threshold itself is zero.
         mask = (states.abs() >= self.threshold) & ((states != 0) | (self.threshold == float("-inf")))
-        counted = mask if self.valid is None else mask[self.valid]
-        kept = counted.sum()
-        self._kept = kept if self._kept is None else self._kept + kept
-        self._seen += counted.numel()
+        kept = mask if self.counted is None else mask & self.counted
+        kept = kept if self.valid is None else kept & self.valid[..., None]
+        width = states.shape[-1] if self.num_counted is None else self.num_counted
+        seen = kept.new_ones(kept.shape[:-1]) if self.valid is None else self.valid
+        self.last_rows = torch.stack((kept.sum((-1, -2)), seen.sum(-1) * width))
+        self.kept.add(self.last_rows[0].sum())
+        self.seen.add(self.last_rows[1].sum())
         return self.projection(states.masked_fill(~mask, 0))
-
-    @property
-    def density(self) -> float:
-        """Share of input entries used so far; 1.0 before the first call."""
-        return 1.0 if self._kept is None else float(self._kept) / self._seen

@@ -8,6 +8,7 @@ Legend: B batch, T tokens, rows = B * T, U units, D hidden.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 Block = Literal["mlp", "attention"]
 Phase = Literal["prefill", "decode"]
 BLOCKS: tuple[Block, Block] = ("attention", "mlp")
+Reduce = Callable[[Tensor], Tensor]  # sums a small tensor over all ranks, each of which must call it
 
 # Above this many rows the union of the active sets is nearly everything, and a masked dense matmul is faster.
 MAX_GATHER_ROWS = 8
@@ -26,6 +28,39 @@ def num_kept(density: float, num_units: int) -> int:
     if not 0.0 < density <= 1.0:
         raise ValueError(f"density must lie in (0, 1], got {density}")
     return max(1, int(density * num_units + 0.5))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UnitShard:
+    """The part of a block's units that one tensor-parallel rank computes: U of `num_units`.
+
+    `local` int64 [U]: global index of each unit computed here, -1 for padding. `counted` bool [U]: counted in
+    statistics here (no padding, and no rank before this one holds the unit). `gather` [rows, U] -> [rows, num_units]:
+    scores of all units, equal on all ranks (of replicas the first wins); `gather_norms`: the same for L2 norms of
+    parts, where replicas (a group whose query heads several ranks share) combine as sqrt(sum of squares). `is_first`:
+    this rank adds what must be added once.
+    """
+
+    num_units: int
+    local: Tensor
+    counted: Tensor
+    gather: Callable[[Tensor], Tensor]
+    gather_norms: Callable[[Tensor], Tensor]
+    is_first: bool
+
+    @cached_property
+    def real(self) -> Tensor:
+        """bool [U]: no padding."""
+        return self.local >= 0
+
+    @cached_property
+    def num_counted(self) -> int:
+        """Units counted here."""
+        return int(self.counted.sum())
+
+    def columns(self, mask: Tensor) -> Tensor:
+        """This rank's part of a mask over all units, [..., num_units] -> [..., U]; padding is never active."""
+        return mask[..., self.local.clamp(min=0)] & self.real
 
 
 @dataclass(frozen=True)
@@ -55,10 +90,11 @@ class ActiveSet:
         return torch.sort(~self.mask, dim=-1, stable=True).indices.to(torch.int32)
 
     @staticmethod
-    def from_scores(scores: Tensor, count: int) -> "ActiveSet":
-        """Top `count` units of each row by score [rows, U]."""
+    def from_scores(scores: Tensor, count: int, units: UnitShard | None = None) -> "ActiveSet":
+        """Top `count` units of each row by the scores [rows, num_units] of all units; of a shard, those here."""
         indices = scores.topk(count, dim=-1, sorted=False).indices
-        return ActiveSet(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True))
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True)
+        return ActiveSet(mask if units is None else units.columns(mask))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +104,16 @@ class SelectionContext:
     `earlier_inputs[i]`: the normed input [B, T, D] of the same kind of block in layer i, for look-ahead.
     `dense_output()`: what the dense block computes before its output projection: activations [B, T, F] (MLP) or
     head outputs by group [B, T, G, R, H] (attention). Only oracles and baselines that need it pay for it.
+    `positions` int64 [B, T] of the tokens, `valid` bool [B, T] (False: padding) or None. `units`: which units are here,
+    where a rank computes a part of them; a selector answers for these.
     """
 
     layer_idx: int
     block: Block
     phase: Phase
+    positions: Tensor
     valid: Tensor | None
+    units: UnitShard | None = None
     earlier_inputs: Mapping[int, Tensor]
     dense_output: Callable[[], Tensor]
 
@@ -89,58 +129,109 @@ class Selector(Protocol):
         ...
 
 
+class Count:
+    """A sum whose terms are known partly to the host and partly to the device, which only reading it makes wait."""
+
+    def __init__(self, host: int = 0) -> None:
+        self.host = host
+        self.device: Tensor | None = None
+
+    def add(self, number: int | Tensor) -> None:
+        """A Python int, or a tensor that holds one."""
+        if isinstance(number, int):
+            self.host += number
+        else:
+            self.device = number if self.device is None else self.device + number
+
+    def __int__(self) -> int:
+        return self.host if self.device is None else self.host + int(self.device)
+
+
 @dataclass
 class BlockStats:
-    """What one block did, counted on the device and read once at the end.
+    """What one block did: units computed, and units there were, over all real tokens.
 
-    Tokens of padding are not counted. `executions` counts calls: dense, gather (units skipped), mask.
+    `executions` counts calls: dense, gather (units skipped), mask. `is_first`: they count in the sum over ranks.
     """
 
-    num_units: int
-    rows: Tensor | None = None
-    active: Tensor | None = None
+    active: Count = field(default_factory=Count)
+    total: Count = field(default_factory=Count)
     executions: dict[str, int] = field(default_factory=lambda: {"dense": 0, "gather": 0, "mask": 0})
-    row_counts: Tensor | None = None  # int64 [2, B]: active units, all units of each batch row (see SparsityStats)
-
-    def count(self, execution: str, num_active: Tensor | None, valid: Tensor | None, num_rows: int) -> None:
-        """Add one call: `num_active` [rows] (None: dense), `valid` [B, T] bool or None (all rows are real)."""
-        self.executions[execution] += 1
-        if num_active is None:
-            real = valid.sum() if valid is not None else torch.tensor(num_rows)
-            total = real * self.num_units
-        elif valid is None:
-            real, total = torch.tensor(num_rows, device=num_active.device), num_active.sum(dtype=torch.int64)
-        else:
-            keep = valid.reshape(-1)
-            real, total = keep.sum(), (num_active * keep).sum(dtype=torch.int64)
-        self.rows = real if self.rows is None else self.rows + real.to(self.rows.device)
-        self.active = total if self.active is None else self.active + total.to(self.active.device)
-        if self.row_counts is not None:
-            shape = (self.row_counts.shape[1], num_rows // self.row_counts.shape[1])
-            tokens = torch.ones_like(self.row_counts[0, :, None].expand(shape)) if valid is None else valid
-            kept = tokens * (self.num_units if num_active is None else num_active.view(shape))
-            self.row_counts += torch.stack((kept.sum(-1), tokens.sum(-1) * self.num_units))
+    is_first: bool = True
 
     @property
     def density(self) -> float:
         """Mean share of units computed, 1.0 if nothing ran."""
-        if self.rows is None or self.active is None or int(self.rows) == 0:
-            return 1.0
-        return float(self.active) / (float(self.rows) * self.num_units)
+        total = int(self.total)
+        return int(self.active) / total if total else 1.0
 
 
 class SparsityStats:
-    """Achieved density and the path taken, for every block of a model."""
+    """Achieved density and the path taken, for every block of a model (of a shard: of the units counted there)."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, Block], BlockStats] = {}
-        self.row_counts: dict[Block, Tensor] = {}  # per kind of block, summed over layers, for those who ask: generate
+        self._row_counts: dict[Block, Tensor] = {}
+        self._dense_rows: dict[Block, list[int]] = {}  # what the host still has to add to every row
 
-    def of(self, layer_idx: int, block: Block, num_units: int) -> BlockStats:
+    def of(self, layer_idx: int, block: Block) -> BlockStats:
         """The counters of one block, made on first use."""
-        stats = self.blocks.setdefault((layer_idx, block), BlockStats(num_units))
-        stats.row_counts = self.row_counts.get(block)
-        return stats
+        return self.blocks.setdefault((layer_idx, block), BlockStats())
+
+    @property
+    def row_counts(self) -> dict[Block, Tensor]:
+        """Per kind of block, summed over layers: int64 [2, B], active units and all units of each batch row. Kept for
+        those who ask by setting it (generate), from then on."""
+        for block, dense in self._dense_rows.items():
+            if any(dense):
+                counts = zip(self._row_counts[block], dense, strict=True)
+                self._row_counts[block] = torch.stack([row + number for row, number in counts])
+                self._dense_rows[block] = [0, 0]
+        return self._row_counts
+
+    @row_counts.setter
+    def row_counts(self, counts: dict[Block, Tensor]) -> None:
+        self._row_counts = counts
+        self._dense_rows = {block: [0, 0] for block in counts}
+
+    def count(self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | None) -> None:
+        """Add one call of a block with `num_units` units here; `active` None: dense."""
+        units, valid, (batch, tokens) = context.units, context.valid, context.positions.shape
+        mask = None if active is None else active.mask
+        stats = self.of(context.layer_idx, context.block)
+        stats.executions[execution] += 1
+        if units is not None:
+            stats.is_first, num_units = units.is_first, units.num_counted
+            mask = None if mask is None else mask & units.counted
+        # Of each batch row: one int for all of them, or [B].
+        total: int | Tensor = tokens * num_units if valid is None else valid.sum(-1) * num_units
+        kept = total
+        if mask is not None:
+            counted = mask if valid is None else mask & valid.reshape(-1, 1)
+            kept = counted.unflatten(0, (batch, tokens)).sum((1, 2))
+        for counter, number in ((stats.active, kept), (stats.total, total)):
+            counter.add(number * batch if isinstance(number, int) else number.sum())
+        if (counts := self._row_counts.get(context.block)) is not None:
+            for row, number in enumerate((kept, total)):
+                if isinstance(number, int):
+                    self._dense_rows[context.block][row] += number
+                else:
+                    counts[row] += number
+
+    def summed(self, num_layers: int, reduce: Reduce) -> "SparsityStats":
+        """The statistics of all ranks together."""
+        places: list[tuple[int, Block]] = [(layer, block) for layer in range(num_layers) for block in BLOCKS]
+        found = [self.blocks.get(place, BlockStats()) for place in places]
+        mine = [
+            [int(stats.active), int(stats.total), *(calls * stats.is_first for calls in stats.executions.values())]
+            for stats in found
+        ]
+        together = SparsityStats()
+        for place, (active, total, *calls) in zip(places, reduce(torch.tensor(mine)).tolist(), strict=True):
+            if any(calls):
+                executions = dict(zip(("dense", "gather", "mask"), calls, strict=True))
+                together.blocks[place] = BlockStats(Count(active), Count(total), executions)
+        return together
 
     def densities(self, block: Block) -> list[float]:
         """Achieved density of each layer, in layer order."""
@@ -158,62 +249,3 @@ class SparsityStats:
             for name, calls in stats.executions.items():
                 total[name] += calls
         return total
-
-
-class OracleSelector:
-    """Top units by what they really contribute: |a_j| * ||down_j|| for neurons, output norm for head groups.
-
-    It computes the dense block first, so it bounds accuracy and saves nothing. ReLU neurons that are exactly
-    zero may be kept to fill the count; keeping them changes no output.
-    """
-
-    lookahead = 0
-
-    def __init__(self, unit_norms: Tensor | None, density: float, num_units: int) -> None:
-        self.unit_norms = unit_norms
-        self.count = num_kept(density, num_units)
-
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        return ActiveSet.from_scores(contribution(context.dense_output(), self.unit_norms), self.count)
-
-
-def contribution(dense_output: Tensor, unit_norms: Tensor | None) -> Tensor:
-    """Size of each unit's part of the block output, [rows, U].
-
-    MLP: `dense_output` [B, T, F] and `unit_norms` [F] = ||down_j||. Attention: `dense_output` [B, T, G, R, H]
-    (key-value groups of R query heads): L2 over a group's heads.
-    """
-    if dense_output.dim() == 5:
-        return dense_output.flatten(-2).norm(dim=-1).flatten(0, 1)
-    scores = dense_output.abs()
-    return (scores if unit_norms is None else scores * unit_norms).flatten(0, 1)
-
-
-class StaticSelector:
-    """The same units for every token (those most often active on calibration text)."""
-
-    lookahead = 0
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        rows = hidden_states.shape[0] * hidden_states.shape[1]
-        return ActiveSet(self.mask.to(hidden_states.device).expand(rows, -1))
-
-
-class RandomSelector:
-    """`count` random units for each row, drawn anew each call from a seeded generator: a baseline, whose draws depend
-    on the order and batching of calls."""
-
-    lookahead = 0
-
-    def __init__(self, density: float, num_units: int, seed: int) -> None:
-        self.count = num_kept(density, num_units)
-        self.num_units = num_units
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        rows = hidden_states.shape[0] * hidden_states.shape[1]
-        scores = torch.rand(rows, self.num_units, generator=self.generator)
-        return ActiveSet.from_scores(scores.to(hidden_states.device), self.count)

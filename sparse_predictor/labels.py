@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modules.config import ModelConfig
-from modules.sparsity import num_kept
+from modules.sparsity import ActiveSet, UnitShard, num_kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +36,22 @@ def default_definition(config: ModelConfig, density: float) -> LabelDefinition:
     return LabelDefinition(kind="top", share=density)
 
 
-def true_active(activations: Tensor, unit_norms: Tensor | None, definition: LabelDefinition) -> Tensor:
-    """activations [rows, F], unit_norms [F] = ||down_j|| -> bool [rows, F]."""
+def true_active(
+    activations: Tensor, unit_norms: Tensor | None, definition: LabelDefinition, units: UnitShard | None = None
+) -> Tensor:
+    """activations [rows, F], unit_norms [F] = ||down_j|| -> bool [rows, F]. Of a shard: the F neurons there,
+    chosen among all."""
     if definition.kind == "positive":
         return activations > 0
     scores = activations.abs()
     if unit_norms is not None:
         scores = scores * unit_norms
+    if units is not None:
+        scores = units.gather(scores)
     if definition.kind == "top":
-        count = num_kept(definition.share, scores.shape[-1])
-        indices = scores.topk(count, dim=-1, sorted=False).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, indices, True)
+        return ActiveSet.from_scores(scores, num_kept(definition.share, scores.shape[-1]), units).mask
     energy, order = scores.float().square().sort(dim=-1, descending=True)
     held_before = energy.cumsum(-1) - energy
     chosen = held_before < definition.share * energy.sum(-1, keepdim=True)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, chosen)
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, chosen)
+    return mask if units is None else units.columns(mask)

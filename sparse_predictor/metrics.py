@@ -6,13 +6,15 @@ from the states the sparse model itself sees.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.mlp import unit_norms
-from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector, contribution, num_kept
+from modules.selectors import contribution
+from modules.sparsity import BLOCKS, ActiveSet, Block, Reduce, SelectionContext, Selector, num_kept
 from sparse_predictor.labels import default_definition, true_active
 
 
@@ -23,9 +25,9 @@ class SetOverlap:
     counts: Tensor | None = None
 
     def add(self, chosen: Tensor, true: Tensor, keep: Tensor | None) -> None:
-        """chosen, true bool [rows, U]; keep bool [rows] leaves padding out."""
+        """chosen, true bool [rows, U]; keep bool, broadcast to these, leaves padding out."""
         if keep is not None:
-            chosen, true = chosen & keep[:, None], true & keep[:, None]
+            chosen, true = chosen & keep, true & keep
         counts = torch.stack([chosen.sum(), true.sum(), (chosen & true).sum()])
         self.counts = counts if self.counts is None else self.counts + counts
 
@@ -55,6 +57,14 @@ class SelectionQuality:
         """One block's counts, made on first use."""
         return self.overlaps.setdefault((layer_idx, block), SetOverlap())
 
+    def summed(self, num_layers: int, reduce: Reduce) -> "SelectionQuality":
+        """The overlaps of all ranks together."""
+        places: list[tuple[int, Block]] = [(layer, block) for layer in range(num_layers) for block in BLOCKS]
+        counts = [self.overlaps.get(place, SetOverlap()).counts for place in places]
+        mine = torch.tensor([[0, 0, 0] if found is None else found.tolist() for found in counts])
+        sums = zip(places, reduce(mine), strict=True)
+        return SelectionQuality({place: SetOverlap(found) for place, found in sums if bool(found.any())})
+
     def per_layer(self, block: Block) -> list[SetOverlap]:
         """In layer order."""
         return [overlap for (_, kind), overlap in sorted(self.overlaps.items()) if kind == block]
@@ -63,6 +73,22 @@ class SelectionQuality:
         """All layers together; None if no selector of that block chose anything."""
         counts = [overlap.counts for overlap in self.per_layer(block) if overlap.counts is not None]
         return SetOverlap(torch.stack(counts).sum(0)) if counts else None
+
+    def to_record(self) -> dict[str, Any]:
+        """Recall and precision: of the MLP, and of heads and each layer where they were selected."""
+        found: dict[str, Any] = {"per_layer": {}}
+        for block in BLOCKS:
+            pooled = self.pooled(block)
+            if pooled is None:
+                continue
+            layers = self.per_layer(block)
+            found["per_layer"][block] = {
+                "recall": [overlap.recall for overlap in layers],
+                "precision": [overlap.precision for overlap in layers],
+            }
+            prefix = "" if block == "mlp" else "head_"
+            found[f"{prefix}recall"], found[f"{prefix}precision"] = pooled.recall, pooled.precision
+        return found
 
 
 class MeasuredSelector:
@@ -93,10 +119,13 @@ class MeasuredSelector:
         if self.block == "mlp":
             if self._norms is None:
                 self._norms = unit_norms(self.model.mlp(context.layer_idx)).to(output.dtype)
-            true = true_active(output.flatten(0, 1), self._norms, self.definition)
+            true = true_active(output.flatten(0, 1), self._norms, self.definition, context.units)
         else:
-            true = ActiveSet.from_scores(contribution(output, None), self.num_groups).mask
-        keep = None if context.valid is None else context.valid.flatten()
+            scores = contribution(output, None, context.units)
+            true = ActiveSet.from_scores(scores, self.num_groups, context.units).mask
+        keep = None if context.valid is None else context.valid.reshape(-1, 1)
+        if context.units is not None:
+            keep = context.units.counted if keep is None else keep & context.units.counted
         self.quality.of(context.layer_idx, self.block).add(active.mask, true, keep)
         return active
 
@@ -104,7 +133,7 @@ class MeasuredSelector:
 def measure_selection(model: Decoder, densities: Mapping[Block, Sequence[float]]) -> SelectionQuality:
     """Wrap every attached selector; detach with `remove_sparsity`."""
     quality = SelectionQuality()
-    for layer in range(model.config.num_hidden_layers):
+    for layer in model.layers:
         for block in BLOCKS:
             module = model.half_block(layer, block).block
             if module.selector is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modules.config import ModelConfig
+from modules.sparsity import UnitShard
 from sparse_predictor.calibration import NUM_QUANTILES, threshold_at
 
 Rule = Literal["topk", "threshold"]
@@ -97,6 +98,16 @@ class Predictor(nn.Module):
     def scores(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., U]; larger is more likely active."""
         return F.linear(F.linear(hidden_states, self.first), self.second, self.bias)
+
+    def keep_units(self, units: UnitShard) -> None:
+        """Score the units of one rank only, padding 0, and hold stand-ins only where they are added."""
+        for name in ("second", "bias"):
+            rows = getattr(self, name)[units.local.clamp(min=0)]
+            rows[~units.real] = 0
+            setattr(self, name, rows)
+        if not units.is_first:
+            for name in ("standin_in", "standin_out", "standin_bias"):
+                setattr(self, name, getattr(self, name)[:0])
 
     def calibrated_index(self, density: float) -> int | None:
         """The place of `density` among those this predictor was calibrated at, or None."""

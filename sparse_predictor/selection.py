@@ -14,16 +14,8 @@ from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
 from modules.mlp import unit_norms
 from modules.projections import ThinnedInput
-from modules.sparsity import (
-    BLOCKS,
-    Block,
-    OracleSelector,
-    RandomSelector,
-    Selector,
-    SparsityStats,
-    StaticSelector,
-    num_kept,
-)
+from modules.selectors import OracleSelector, RandomSelector, StaticSelector
+from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
 from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, read_manifest
@@ -90,7 +82,7 @@ def apply_sparsity(model: Decoder, selectors: Mapping[tuple[int, Block], Selecto
 
 def remove_sparsity(model: Decoder) -> None:
     """Make the model dense again: no selectors, no thinned matmuls, no statistics."""
-    for layer in range(model.config.num_hidden_layers):
+    for layer in model.layers:
         for block in BLOCKS:
             model.half_block(layer, block).block.selector = None
         mlp = model.mlp(layer)
@@ -130,10 +122,13 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     # Heads alone: the MLPs stay dense and need no predictors. Else every MLP goes the sparse way, at density 1 too.
     if not heads or min(densities["mlp"]) < 1.0:
         blocks += [(layer, "mlp") for layer in range(config.num_hidden_layers)]
-    selectors = {place: make(*place) for place in blocks}
+    selectors = {place: make(*place) for place in blocks if model.has_block(*place)}
     if selection.sparse_phases == "decode":
         selectors = {place: SparsePhaseGate(selector) for place, selector in selectors.items()}
-    return apply_sparsity(model, selectors)
+    stats = apply_sparsity(model, selectors)
+    if method == "predictor":  # of all layers: a pipeline stage keeps inputs for the stages after it, too
+        model.max_lookahead = read_manifest(_predictor_dir(selection), model).lookahead
+    return stats
 
 
 def _selector_maker(
@@ -151,9 +146,7 @@ def _selector_maker(
             num_units[block],
         )
     if selection.method == "random":
-        return lambda layer, block: RandomSelector(
-            densities[block][layer], num_units[block], selection.seed * 1_000_003 + 2 * layer + (block == "mlp")
-        )
+        return lambda layer, block: RandomSelector(densities[block][layer], num_units[block], selection.seed)
     if selection.method == "predictor":
         return _predictor_maker(model, selection, densities)
     calibration = _calibration(model, selection)
@@ -163,7 +156,8 @@ def _selector_maker(
             name = "neuron_frequency" if block == "mlp" else "group_frequency"
             frequency = calibration[layer].require(name, "static")
             kept = frequency.topk(num_kept(densities[block][layer], num_units[block])).indices
-            return StaticSelector(torch.zeros_like(frequency, dtype=torch.bool).scatter_(0, kept, True))
+            mask = torch.zeros_like(frequency, dtype=torch.bool).scatter_(0, kept, True)
+            return StaticSelector(mask.to(model.device))
 
         return most_frequent
 
@@ -197,6 +191,9 @@ def _predictor_maker(
         selector = PredictorSelector(predictors[layer, block], densities[block][layer], rule, lookahead)
         # Only now: in half precision the calibrated densities and thresholds would no longer be themselves.
         selector.predictor.to(device=model.device, dtype=model.dtype)
+        units = model.half_block(layer, block).block.units
+        if units is not None:
+            selector.keep_units(units)
         return selector
 
     return learned
@@ -231,15 +228,17 @@ def _thin_mlp_inputs(
 ) -> None:
     """TEAL (Liu et al. 2024, section 4) on the MLP: drop the inputs of each matmul that are small in magnitude."""
     thinned: list[ThinnedInput] = []
-    for layer, density in enumerate(densities):
+    for layer in model.layers:
         mlp = model.mlp(layer)
         for name in THINNED_PROJECTIONS:
             projection = getattr(mlp, name)
             if projection is None:
                 continue
             statistic = "activation_quantiles" if name == "down_proj" else "input_quantiles"
-            threshold = threshold_at(calibration[layer].require(statistic, "teal"), density)
-            thinned.append(ThinnedInput(projection, threshold))
+            threshold = threshold_at(calibration[layer].require(statistic, "teal"), densities[layer])
+            # The inputs of gate and up are whole on every rank.
+            counted = mlp.units.counted if name == "down_proj" and mlp.units is not None else None
+            thinned.append(ThinnedInput(projection, threshold, counted))
             setattr(mlp, name, thinned[-1])
 
     def follow_the_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

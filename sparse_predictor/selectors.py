@@ -1,6 +1,6 @@
 """Selectors that need calibration or training: the learned predictor and CATS, and the gate for sparse phases.
 
-Oracle, static and random selectors need neither and live in `modules/sparsity.py`.
+Oracle, static and random selectors need neither and live in `modules/selectors.py`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modules.kernels.sparse_mlp import ACTIVATION_FUNCTIONS
 from modules.mlp import Mlp
-from modules.sparsity import ActiveSet, SelectionContext, Selector, num_kept
+from modules.sparsity import ActiveSet, SelectionContext, Selector, UnitShard, num_kept
 from sparse_predictor.predictor import Predictor, Rule
 
 
@@ -24,6 +24,12 @@ class PredictorSelector:
         self.standin_index = predictor.standin_index(density)
         self.num_parameters_read = predictor.num_parameters_read(density)
 
+    def keep_units(self, units: UnitShard) -> None:
+        """Choose among one rank's units, as every other rank among its own; the first one adds the stand-in."""
+        self.predictor.keep_units(units)
+        if not units.is_first:
+            self.standin_index = None
+
     def source(self, hidden_states: Tensor, context: SelectionContext) -> Tensor:
         """The normed input that the scores are made from: this layer's, or an earlier one's."""
         return context.earlier_inputs[context.layer_idx - self.lookahead] if self.lookahead else hidden_states
@@ -34,8 +40,14 @@ class PredictorSelector:
         if self.standin_index is not None:
             compensation = self.predictor.standin(hidden_states, self.standin_index).flatten(0, 1)
         if self.count is not None:
-            return ActiveSet(ActiveSet.from_scores(scores, self.count).mask, compensation)
-        return ActiveSet(scores >= self.threshold, compensation)
+            everywhere = scores if context.units is None else context.units.gather(scores)
+            return ActiveSet(ActiveSet.from_scores(everywhere, self.count, context.units).mask, compensation)
+        return ActiveSet(at_least(scores, self.threshold, context.units), compensation)
+
+
+def at_least(scores: Tensor, threshold: float, units: UnitShard | None) -> Tensor:
+    """Units whose score [rows, U] reaches the threshold; padding of a shard never does."""
+    return scores >= threshold if units is None else (scores >= threshold) & units.real
 
 
 class CatsSelector:
@@ -52,7 +64,7 @@ class CatsSelector:
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         gate_values = self.activate(self.gate_proj(hidden_states)).flatten(0, 1)
-        return ActiveSet(gate_values.abs() >= self.threshold, gate_values=gate_values)
+        return ActiveSet(at_least(gate_values.abs(), self.threshold, context.units), gate_values=gate_values)
 
 
 @dataclass(frozen=True)

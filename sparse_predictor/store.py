@@ -6,9 +6,11 @@ The manifest is written last: a directory without one is unfinished and is refus
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from modules.decoder import Decoder
-from modules.sparsity import BLOCKS, Block
+from modules.sparsity import BLOCKS, Block, Reduce
 from sparse_predictor.calibration import LayerCalibration, save_calibration
 from sparse_predictor.predictor import Predictor, Rule
 
@@ -79,21 +81,32 @@ def save_predictors(
         state.unlink()
 
 
-def weights_sample(model: Decoder) -> list[float]:
-    """A few dozen weights spread over the MLPs: tells two models of one configuration apart, whatever their dtype."""
-    places = torch.linspace(0, model.config.hidden_size * model.config.intermediate_size - 1, 4).round().long()
-    found = []
-    for layer in range(0, model.config.num_hidden_layers, max(1, model.config.num_hidden_layers // 8)):
-        weight = model.mlp(layer).down_proj.weight.detach().flatten()
-        found += weight[places.to(weight.device)].double().tolist()
-    return found
+def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list[float]:
+    """A few dozen weights spread over the MLPs: tells two models of one configuration apart, whatever their dtype.
+
+    NaN for those that this rank does not hold; with `reduce`, which sums over ranks, there are none.
+    """
+    hidden_size, num_layers = model.config.hidden_size, model.config.num_hidden_layers
+    places = torch.linspace(0, hidden_size * model.config.intermediate_size - 1, 4).round().long().tolist()
+    layers = range(0, num_layers, max(1, num_layers // 8))
+    found = torch.zeros(2, len(layers) * len(places), dtype=torch.float64)  # values; whether they are here
+    for idx, (layer, place) in enumerate(product(layers, places)):
+        if model.has_block(layer, "mlp"):
+            mlp, neuron = model.mlp(layer), place // hidden_size
+            rows = [neuron] if mlp.units is None else (mlp.units.local == neuron).nonzero().flatten().tolist()
+            for row in rows:
+                found[0, idx] += mlp.down_proj.weight[row, place % hidden_size].item()
+                found[1, idx] += 1
+    values, held = reduce(found)
+    return (values / held).tolist()
 
 
 def same_weights(sample: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two `weights_sample`s are of one model. bfloat16 rounds by up to 0.4 %; other weights of the same shape
-    differ by as much as they are large."""
+    """Whether two `weights_sample`s are of one model, as far as `sample` goes (NaN: not here). bfloat16 rounds by up to
+    0.4 %; other weights of the same shape differ by as much as they are large."""
     return len(sample) == len(other) and all(
-        abs(here - there) <= 0.01 * abs(there) + 1e-6 for here, there in zip(sample, other, strict=True)
+        math.isnan(here) or abs(here - there) <= 0.01 * abs(there) + 1e-6
+        for here, there in zip(sample, other, strict=True)
     )
 
 
@@ -126,7 +139,8 @@ def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
 
 
 def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Block], Predictor], PredictorManifest]:
-    """Every predictor the manifest lists. A missing, extra or wrongly shaped tensor is an error that names it."""
+    """Every predictor the manifest lists, for the layers that are here. A missing, extra or wrongly shaped tensor is an
+    error that names it."""
     manifest, config = read_manifest(directory, model), model.config
     num_units: dict[Block, int] = {"mlp": config.intermediate_size, "attention": config.num_key_value_heads}
     predictors: dict[tuple[int, Block], Predictor] = {}
@@ -137,6 +151,8 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
             path = predictor_file(directory, layer, block)
             if not path.is_file():
                 raise FileNotFoundError(f"{path} is missing, though the manifest lists layer {layer}")
+            if not model.has_block(layer, block):
+                continue
             predictor = Predictor(
                 config.hidden_size,
                 num_units[block],

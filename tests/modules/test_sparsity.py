@@ -1,5 +1,7 @@
 """Seam 1: sets, the gathered path, the mask it must equal, and the counters."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,16 +10,11 @@ from torch import Tensor
 
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.sparsity import (
-    BLOCKS,
-    ActiveSet,
-    BlockStats,
-    OracleSelector,
-    RandomSelector,
-    SelectionContext,
-    num_kept,
-)
+from modules.sampling import mix_seed
+from modules.selectors import MAX_DRAWS, OracleSelector, RandomSelector
+from modules.sparsity import BLOCKS, ActiveSet, BlockStats, SelectionContext, SparsityStats, num_kept
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection, remove_sparsity
+from tests.modules.unit_shard_ranks import context_of
 
 LLAMA = {
     "model_type": "llama",
@@ -155,8 +152,8 @@ def test_padding_is_not_counted_in_densities() -> None:
     stats = apply_sparsity(model, {(1, "mlp"): LastRowsAreFull()})
     with torch.inference_mode():
         model(torch.zeros(2, 5, dtype=torch.int64), num_tokens=torch.tensor([5, 2]))
-    assert stats.of(1, "mlp", 136).density == pytest.approx(0.25)
-    assert stats.of(0, "mlp", 136).density == 1.0
+    assert stats.of(1, "mlp").density == pytest.approx(0.25)
+    assert stats.of(0, "mlp").density == 1.0
 
 
 def test_a_bfloat16_model_stays_bfloat16_when_sparse() -> None:
@@ -193,32 +190,92 @@ def test_active_indices_list_the_mask_in_order(rows: int, units: int, seed: int)
 def test_oracle_keeps_the_neurons_that_write_most() -> None:
     norms = torch.tensor([1.0, 10.0, 1.0, 0.0])
     activations = torch.tensor([[[3.0, -1.0, 2.0, 50.0]]])
-    context = SelectionContext(
-        layer_idx=0,
-        block="mlp",
-        phase="decode",
-        valid=None,
-        earlier_inputs={},
-        dense_output=lambda: activations,
-    )
+    context = context_of(torch.zeros(1, 1, dtype=torch.int64), dense_output=lambda: activations)
     active = OracleSelector(norms, 0.5, 4).select(torch.zeros(1, 1, 2), context)
     assert active is not None and active.mask.tolist() == [[True, True, False, False]]
 
 
-def test_random_selection_repeats_with_its_seed() -> None:
-    context = SelectionContext(
-        layer_idx=0,
-        block="mlp",
-        phase="decode",
-        valid=None,
-        earlier_inputs={},
-        dense_output=lambda: torch.zeros(0),
-    )
-    states = torch.zeros(1, 7, 2)
-    draws = [RandomSelector(0.3, 50, seed).select(states, context).mask for seed in (5, 5, 6)]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-    assert draws[0].sum(-1).tolist() == [15] * 7
+def random_mask(positions: list[list[int]], seed: int = 5, num_units: int = 50, **place: Any) -> Tensor:
+    context = context_of(torch.tensor(positions), **place)
+    active = RandomSelector(0.3, num_units, seed).select(torch.zeros(*context.positions.shape, 2), context)
+    assert active is not None
+    return active.mask.view(*context.positions.shape, num_units)
+
+
+def test_random_units_depend_on_seed_layer_block_and_position_and_on_nothing_else() -> None:
+    whole = random_mask([list(range(7))])
+    assert whole.sum(-1).tolist() == [[15] * 7]
+    assert torch.equal(random_mask([[3], [6], [0]])[:, 0], whole[0, [3, 6, 0]]), "one at a time, in any order"
+    others = [random_mask([list(range(7))], 6), random_mask([list(range(1, 8))])]
+    others += [random_mask([list(range(7))], layer_idx=1), random_mask([list(range(7))], block="attention")]
+    assert all(not torch.equal(whole, other) for other in others)
+    many = random_mask([list(range(2000))])
+    assert (many.float().mean((0, 1)) - 0.3).abs().max() < 0.05, "no unit is preferred"
+    assert len({tuple(row) for row in many[0].tolist()}) == 2000
+
+
+def test_random_units_are_the_largest_elements_of_splitmix64_streams() -> None:
+    golden, mask_64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+    def element(seed: int, index: int) -> int:  # in plain integers, read as signed at the end
+        bits = (seed + (index + 1) * golden) & mask_64
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & mask_64
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & mask_64
+        return bits ^ (bits >> 31)
+
+    for position in (0, 1, 4095):
+        stream = element(mix_seed(5, 2 * 3 + 1), position)
+        draws = [element(stream, unit) for unit in range(50)]
+        signed = sorted(range(50), key=lambda unit: (draws[unit] ^ (1 << 63)) & mask_64)[-15:]
+        found = random_mask([[position]], layer_idx=3)[0, 0].nonzero().flatten().tolist()
+        assert found == sorted(signed)
+
+
+def test_a_long_prefill_draws_the_same_random_units_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions = [list(range(9)), list(range(9))]
+    whole = random_mask(positions)
+    assert MAX_DRAWS["cpu"] >= 18 * 50
+    monkeypatch.setitem(MAX_DRAWS, "cpu", 120)
+    assert torch.equal(random_mask(positions), whole)
 
 
 def test_density_is_one_where_nothing_ran() -> None:
-    assert BlockStats(12).density == 1.0
+    assert BlockStats().density == 1.0
+
+
+def counted(stats: SparsityStats, mask: Tensor | None, valid: Tensor | None, batch: int = 2) -> None:
+    rows = torch.zeros(batch, 3, dtype=torch.int64)
+    active = None if mask is None else ActiveSet(mask)
+    stats.count(context_of(rows, valid=valid), 4, "dense" if mask is None else "mask", active)
+
+
+def test_each_batch_row_is_counted_for_those_who_ask() -> None:
+    stats = SparsityStats()
+    counted(stats, None, None)  # before anybody asks
+    stats.row_counts = {"mlp": torch.zeros(2, 2, dtype=torch.int64)}
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]]) > 0
+    counted(stats, mask, None)
+    assert stats.row_counts["mlp"].tolist() == [[6, 6], [12, 12]]
+    counted(stats, mask, torch.tensor([[True, True, True], [True, False, False]]))
+    assert stats.row_counts["mlp"].tolist() == [[12, 6], [24, 16]]
+    counted(stats, None, torch.tensor([[True, True, False], [True, False, False]]))
+    counted(stats, None, None)
+    for _ in range(2):
+        assert stats.row_counts["mlp"].tolist() == [[32, 22], [44, 32]]
+    stats.row_counts = {}
+    counted(stats, None, None)
+    assert not stats.row_counts
+    found = stats.of(0, "mlp")
+    assert (int(found.active), int(found.total)) == (24 + 54 + 24, 24 + 76 + 24)
+    assert stats.executions() == {"dense": 4, "gather": 0, "mask": 2}
+
+
+def test_counting_dense_blocks_asks_nothing_of_the_device() -> None:
+    stats = SparsityStats()
+    stats.row_counts = {"mlp": torch.zeros(2, 2, dtype=torch.int64)}
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            counted(stats, None, None)
+    made = [event.key for event in profile.key_averages() if event.key != "aten::zeros"]
+    assert [key for key in made if key.startswith("aten::") and "zero" not in key and "empty" not in key] == []
+    assert stats.of(0, "mlp").active.device is None and stats.row_counts["mlp"].tolist() == [[36, 36], [36, 36]]

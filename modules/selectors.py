@@ -1,0 +1,98 @@
+"""Selectors that need neither calibration nor training: oracle, static, random.
+
+The learned predictor and CATS live in `sparse_predictor/selectors.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from modules.sampling import mix_seed
+from modules.sparsity import ActiveSet, SelectionContext, UnitShard, num_kept
+
+# Random numbers drawn at once: as many as fit a CPU's cache; on a GPU, a bound of what a long prefill needs.
+MAX_DRAWS = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+
+class OracleSelector:
+    """Top units by what they really contribute: |a_j| * ||down_j|| for neurons, output norm for head groups.
+
+    It computes the dense block first, so it bounds accuracy and saves nothing. ReLU neurons that are exactly
+    zero may be kept to fill the count; keeping them changes no output.
+    """
+
+    lookahead = 0
+
+    def __init__(self, unit_norms: Tensor | None, density: float, num_units: int) -> None:
+        self.unit_norms = unit_norms
+        self.count = num_kept(density, num_units)
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        scores = contribution(context.dense_output(), self.unit_norms, context.units)
+        return ActiveSet.from_scores(scores, self.count, context.units)
+
+
+def contribution(dense_output: Tensor, unit_norms: Tensor | None, units: UnitShard | None = None) -> Tensor:
+    """Size of each unit's part of the block output, [rows, U]; of a shard, of all units: [rows, num_units].
+
+    MLP: `dense_output` [B, T, F] and `unit_norms` [F] = ||down_j||. Attention: `dense_output` [B, T, G, R, H]
+    (key-value groups of R query heads): L2 over a group's heads.
+    """
+    if dense_output.dim() == 5:
+        norms = dense_output.flatten(-2).norm(dim=-1).flatten(0, 1)
+        return norms if units is None else units.gather_norms(norms)
+    scores = dense_output.abs() if unit_norms is None else dense_output.abs() * unit_norms
+    return scores.flatten(0, 1) if units is None else units.gather(scores.flatten(0, 1))
+
+
+class StaticSelector:
+    """The same units for every token (those most often active on calibration text): `mask` bool, over all units."""
+
+    lookahead = 0
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        rows = hidden_states.shape[0] * hidden_states.shape[1]
+        mask = self.mask.to(hidden_states.device)
+        return ActiveSet((mask if context.units is None else context.units.columns(mask)).expand(rows, -1))
+
+
+class RandomSelector:
+    """`count` random units for each token, a baseline. The draw depends on (seed, layer, block, position) alone, not on
+    batching, order, device or cut; so tokens at the same position of two requests get the same units."""
+
+    lookahead = 0
+
+    def __init__(self, density: float, num_units: int, seed: int) -> None:
+        self.count = num_kept(density, num_units)
+        self.num_units = num_units
+        self.seed = seed
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        key = _signed(mix_seed(self.seed, 2 * context.layer_idx + (context.block == "mlp")))
+        unit_indices = torch.arange(self.num_units, device=hidden_states.device)
+        num_rows = max(1, MAX_DRAWS[hidden_states.device.type] // self.num_units)
+        masks = []
+        for positions in context.positions.flatten().split(num_rows):
+            draws = stream_element(stream_element(key, positions)[:, None], unit_indices)
+            masks.append(ActiveSet.from_scores(draws, self.count, context.units).mask)
+        return ActiveSet(torch.cat(masks))
+
+
+def stream_element(seeds: int | Tensor, indices: Tensor) -> Tensor:
+    """Element `indices` of the splitmix64 streams (Steele et al. 2014) that start at `seeds`; int64, broadcast."""
+    bits = seeds + (indices + 1) * _signed(0x9E3779B97F4A7C15)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    # `>>` copies the sign bit of an int64 into the places that become free; splitmix64 wants zeros there.
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def _signed(bits: int) -> int:
+    """64 bits as the int64 that holds them."""
+    return bits - (1 << 64) if bits >> 63 else bits

@@ -1,0 +1,67 @@
+"""What later half-blocks look back to, wherever a pipeline stage begins."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from modules.decoder import Decoder
+from modules.forward_pass import ForwardPass, lookahead_inputs
+from modules.sparsity import ActiveSet, SelectionContext
+from sparse_predictor.selection import apply_sparsity
+from tests.modules.tiny_models import KINDS, random_tokens, tiny_decoder
+
+
+class LooksBack:
+    """Keeps everything where the input of so many layers before is what the block of that layer had seen."""
+
+    def __init__(self, lookahead: int, num_units: int, seen: dict[tuple[str, int], Tensor]) -> None:
+        self.lookahead, self.num_units, self.seen = lookahead, num_units, seen
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet:
+        self.seen[context.block, context.layer_idx] = hidden_states
+        earlier = context.layer_idx - self.lookahead
+        same = earlier < 0 or torch.equal(context.earlier_inputs[earlier], self.seen[context.block, earlier])
+        return ActiveSet(torch.full((hidden_states.shape[:2].numel(), self.num_units), same))
+
+
+def run(model: Decoder, idx: int, states: tuple[Tensor, Tensor], forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
+    half_block = model.half_blocks[idx]
+    return model.leave(half_block, half_block.block(states[0], forward_pass), states[1])  # type: ignore
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+@pytest.mark.parametrize("cut", range(7))
+def test_a_stage_that_is_sent_the_lookahead_inputs_runs_as_the_whole_model(lookahead: int, cut: int) -> None:
+    model = tiny_decoder(KINDS["llama"])
+    ids = random_tokens(2, 5)
+    seen: dict[tuple[str, int], Tensor] = {}
+    units = {"attention": 2, "mlp": 80}
+    places = [(layer, block) for layer in range(3) for block in units]
+    apply_sparsity(model, {place: LooksBack(lookahead, units[place[1]], seen) for place in places})  # type: ignore
+    assert model.max_lookahead == lookahead
+    with torch.no_grad():
+        whole = model(ids)
+        before, after = model.begin(ids), model.begin(ids)
+        states = model.enter(ids, before)
+        for idx in range(cut):
+            states = run(model, idx, states, before)
+        needed = lookahead_inputs(cut, lookahead)
+        for block, layer in needed:
+            after.inputs[block][layer] = before.inputs[block][layer]
+        for idx in range(cut, 6):
+            states = run(model, idx, states, after)
+    assert torch.equal(states[0], whole)
+    assert all(stats.density == 1.0 for stats in model.stats.blocks.values())  # type: ignore[union-attr]
+    assert lookahead_inputs(cut, 0) == []
+    assert needed == sorted(set(needed)) and len(needed) <= 2 * lookahead, "a defined order, and no more than needed"
+
+
+def test_inputs_are_kept_no_longer_than_they_are_needed() -> None:
+    model = tiny_decoder(KINDS["llama"])
+    ids = random_tokens(1, 4)
+    for max_lookahead in (0, 1):
+        model.max_lookahead = max_lookahead
+        with torch.no_grad():
+            forward_pass = model.begin(ids)
+            model.run_half_blocks(*model.enter(ids, forward_pass), forward_pass)
+        assert [sorted(kept) for kept in forward_pass.inputs.values()] == [[1, 2] if max_lookahead else []] * 2
