@@ -16,24 +16,14 @@ import numpy as np
 
 from data.store_files import (
     AppendedFiles,
-    check_files,
     check_free_space,
     document_rows,
     read_manifest,
     write_manifest,
 )
-from data.store_layout import (
-    BIT_ORDER,
-    MANIFEST_NAME,
-    SPLITS,
-    TOKEN_IDS_NAME,
-    DocumentRange,
-    FileLayout,
-    StoreLayout,
-    StoreManifest,
-    layout_differences,
-    split_documents,
-)
+from data.store_layout import BIT_ORDER, MANIFEST_NAME, SPLITS, TOKEN_IDS_NAME, StoreLayout
+from data.store_manifest import DocumentRange, StoreManifest, check_resumable, split_documents
+from data.store_shards import JoinedArray, open_files
 
 # A kill loses at most this much: seconds of collecting, yet enough at a time for a disk's full speed.
 FLUSH_BYTES = 256 * 2**20
@@ -43,9 +33,10 @@ class ActivationStoreWriter:
     """Appends documents to a store in `directory`, which must not hold one unless `resume` is set.
 
     `expected_rows`: tokens the whole store will have, checked against the free disk space before anything is
-    written. `flush_bytes`: a flush starts once so many bytes were appended since the last; it runs beside the
-    next appends. Used as a context manager it marks the store complete, unless an exception ends the block:
-    then the documents appended so far are kept and the store stays incomplete.
+    written. `keep_documents`: what a resumed store holds beyond so many is dropped. `flush_bytes`: a flush starts
+    once so many bytes were appended since the last; it runs beside the next appends. Used as a context manager it
+    marks the store complete, unless an exception ends the block: then the documents appended so far are kept and the
+    store stays incomplete.
 
     Raises FileExistsError (a store is there, no `resume`), ValueError (not enough disk; resuming a store of
     another layout), FileNotFoundError or ValueError (resuming a damaged store; the file is named), and
@@ -61,6 +52,7 @@ class ActivationStoreWriter:
         git_commit: str | None = None,
         expected_rows: int | None = None,
         resume: bool = False,
+        keep_documents: int | None = None,
         flush_bytes: int = FLUSH_BYTES,
     ) -> None:
         self.directory = Path(directory)
@@ -76,6 +68,10 @@ class ActivationStoreWriter:
             self._ranges = [(entry.document_id, entry.start, entry.stop) for entry in stored.documents]
             self._provenance = {"command_line": stored.command_line, "git_commit": stored.git_commit}
             self._is_complete = stored.complete
+        surplus = self._ranges[keep_documents:] if keep_documents is not None else []
+        if surplus:
+            del self._ranges[keep_documents:]
+            self._is_complete = False
         self._num_stored = self._num_whole = len(self._ranges)
         self._num_skipped = 0
         if expected_rows is not None:
@@ -84,7 +80,9 @@ class ActivationStoreWriter:
         if stored is None:
             # before the data files, so that a killed run never leaves any that no manifest accounts for
             write_manifest(self.directory, self._manifest())
-        self._files = AppendedFiles(self.directory, layout.files, self.num_rows)
+        self._files = AppendedFiles(
+            self.directory, layout.files, self.num_rows, manifest=self._manifest() if surplus else None
+        )
 
     @property
     def num_rows(self) -> int:
@@ -207,9 +205,8 @@ class ActivationStoreWriter:
                 "or another --output-dir"
             )
         manifest = read_manifest(self.directory)
-        differences = layout_differences(manifest.layout, self.layout)
-        if differences:
-            raise ValueError(f"cannot resume {self.directory}: {'; '.join(differences)}")
+        check_resumable(self.directory, manifest, self.layout)
+        assert isinstance(manifest, StoreManifest)  # its sizes are this run's, and shards have manifests of their own
         return manifest
 
 
@@ -218,15 +215,16 @@ class ActivationStore:
 
     FileNotFoundError or ValueError names the file that is missing, truncated, or of an unknown format
     version. A store whose collection was interrupted (`manifest.complete` is False) is read up to its last
-    flush.
+    flush. A store in shards reads as the one that a single process would have written: its arrays are then
+    joined as rows are taken from them (`JoinedArray`), where otherwise they are maps of the files.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.manifest = read_manifest(self.directory)
+        self._files = open_files(self.directory)
+        self.manifest = self._files.manifest
         self.layout = self.manifest.layout
-        self._maps: dict[str, np.ndarray] = {}
-        check_files(self.directory, self.layout.files, self.num_rows, exact=self.manifest.complete)
+        self._arrays: dict[str, np.ndarray | JoinedArray] = {}
 
     @property
     def num_rows(self) -> int:
@@ -246,21 +244,23 @@ class ActivationStore:
     @property
     def token_ids(self) -> np.ndarray:
         """int32 [rows]"""
-        return self._map(TOKEN_IDS_NAME)
+        token_ids = self._array(TOKEN_IDS_NAME)
+        assert isinstance(token_ids, np.ndarray)  # joined at once: they are few bytes
+        return token_ids
 
-    def mlp_x(self, layer_idx: int) -> np.ndarray:
+    def mlp_x(self, layer_idx: int) -> np.ndarray | JoinedArray:
         """float16 [rows, hidden_size]: the residual before the MLP's norm."""
         return self._layer_map("mlp_x", layer_idx)
 
-    def mlp_label(self, layer_idx: int) -> np.ndarray:
+    def mlp_label(self, layer_idx: int) -> np.ndarray | JoinedArray:
         """As stored: float16 [rows, intermediate_size], or uint8 [rows, ceil(intermediate_size / 8)]."""
         return self._layer_map("mlp_label", layer_idx)
 
-    def att_x(self, layer_idx: int) -> np.ndarray:
+    def att_x(self, layer_idx: int) -> np.ndarray | JoinedArray:
         """float16 [rows, hidden_size]: the residual before the attention's norm."""
         return self._layer_map("att_x", layer_idx)
 
-    def att_label(self, layer_idx: int) -> np.ndarray:
+    def att_label(self, layer_idx: int) -> np.ndarray | JoinedArray:
         """float16 [rows, num_attention_heads]: the L2 norm of each query head's output."""
         return self._layer_map("att_label", layer_idx)
 
@@ -280,18 +280,14 @@ class ActivationStore:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         return [(entry.start, entry.stop) for entry in self.documents if entry.split == split]
 
-    def _layer_map(self, kind: str, layer_idx: int) -> np.ndarray:
+    def _layer_map(self, kind: str, layer_idx: int) -> np.ndarray | JoinedArray:
         if kind not in self.layout.kinds:
             raise ValueError(f"{self.directory} holds units {self.layout.units}, so it has no {kind}")
         if layer_idx not in self.layers:
             raise ValueError(f"{self.directory} has no layer {layer_idx}; it has {list(self.layers)}")
-        return self._map(f"{kind}_{layer_idx}.mmap")
+        return self._array(f"{kind}_{layer_idx}.mmap")
 
-    def _map(self, name: str) -> np.ndarray:
-        if name not in self._maps:
-            file: FileLayout = self.layout.files[name]
-            dtype, shape = np.dtype(file.dtype).newbyteorder("<"), tuple(file.shape(self.num_rows))
-            if self.num_rows == 0:  # an empty file cannot be mapped
-                return np.empty(shape, dtype)
-            self._maps[name] = np.memmap(self.directory / name, dtype=dtype, mode="r", shape=shape)
-        return self._maps[name]
+    def _array(self, name: str) -> np.ndarray | JoinedArray:
+        if name not in self._arrays:
+            self._arrays[name] = self._files.array(name)
+        return self._arrays[name]

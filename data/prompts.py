@@ -176,7 +176,8 @@ class CompletionWriter:
         return [request for key, request in self._requests.items() if key not in self._spans]
 
     def write(self, record: CompletionRecord) -> None:
-        """Append the answer to a pending request (else ValueError). An OSError leaves no half line."""
+        """Append the answer to a pending request (else ValueError). Whatever interrupts it leaves no half line; an
+        OSError names the file."""
         key = str(record.id)
         if key not in self._requests or key in self._spans:
             problem = "was answered before" if key in self._spans else "is no request's"
@@ -186,11 +187,14 @@ class CompletionWriter:
             num_written = 0
             while num_written < len(line):  # one call, unless a signal or a full disk cuts it short
                 num_written += os.write(self._descriptor, line[num_written:])
-        except OSError:
+            self._spans[key] = (self._end, self._end + len(line))
+        except BaseException as error:
+            self._spans.pop(key, None)
             if self._is_file:
                 os.ftruncate(self._descriptor, self._end)
+            if isinstance(error, OSError):  # a write does not know the name of its file
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
             raise
-        self._spans[key] = (self._end, self._end + len(line))
         self._end += len(line)
 
     def close(self) -> None:

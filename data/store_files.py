@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, FileLayout, StoreLayout, StoreManifest
+from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, FileLayout, StoreLayout
+from data.store_manifest import ShardedManifest, StoreManifest, parse_manifest
 
 BUFFER_BYTES = 256 * 2**10
 CHECKED_BYTES = 2**18  # float16 values are checked in blocks that stay in the cache
@@ -24,12 +25,15 @@ TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
 class AppendedFiles:
     """The data files of a store, opened behind `num_rows` valid rows; what lies behind these is cut off.
 
-    `commit` makes everything appended so far durable and then puts a manifest in place, on a thread of its
-    own, so that the caller computes meanwhile. FileNotFoundError or ValueError names a file that is missing
-    or too short; BlockingIOError: another process holds the store.
+    `manifest`: put in place before that, where valid rows are to be dropped. `commit` makes everything appended so far
+    durable and then puts a manifest in place, on a thread of its own, so that the caller computes meanwhile.
+    FileNotFoundError or ValueError names a file that is missing or too short; BlockingIOError: another process holds
+    the store.
     """
 
-    def __init__(self, directory: Path, layouts: Mapping[str, FileLayout], num_rows: int) -> None:
+    def __init__(
+        self, directory: Path, layouts: Mapping[str, FileLayout], num_rows: int, manifest: StoreManifest | None = None
+    ) -> None:
         self._directory = directory
         self._files: dict[str, BinaryIO] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activation-store")
@@ -42,6 +46,8 @@ class AppendedFiles:
                     self._files[name] = open(directory / name, "ab", buffering=BUFFER_BYTES)  # noqa: SIM115
                 if name == TOKEN_IDS_NAME:
                     self._lock()
+            if manifest is not None:
+                write_manifest(directory, manifest)
             for name, layout in layouts.items():
                 self._files[name].truncate(num_rows * layout.row_bytes)
             (directory / TEMPORARY_NAME).unlink(missing_ok=True)
@@ -92,7 +98,27 @@ class AppendedFiles:
         self._files = {}
 
 
-def write_manifest(directory: Path, manifest: StoreManifest) -> None:
+class MappedFiles:
+    """The data files of a store that one process wrote, mapped, not loaded.
+
+    FileNotFoundError or ValueError names a file that is missing, truncated or too long.
+    """
+
+    def __init__(self, directory: Path, manifest: StoreManifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        check_files(directory, manifest.layout.files, manifest.num_rows, exact=manifest.complete)
+
+    def array(self, name: str) -> np.ndarray:
+        """One file's valid rows."""
+        file = self.manifest.layout.files[name]
+        dtype, shape = np.dtype(file.dtype).newbyteorder("<"), tuple(file.shape(self.manifest.num_rows))
+        if 0 in shape:  # an empty file cannot be mapped
+            return np.empty(shape, dtype)
+        return np.memmap(self.directory / name, dtype=dtype, mode="r", shape=shape)
+
+
+def write_manifest(directory: Path, manifest: StoreManifest | ShardedManifest) -> None:
     """Put the manifest in place, atomically and durably."""
     temporary = directory / TEMPORARY_NAME
     with open(temporary, "w", encoding="utf-8") as file:
@@ -107,12 +133,12 @@ def write_manifest(directory: Path, manifest: StoreManifest) -> None:
         os.close(descriptor)
 
 
-def read_manifest(directory: Path) -> StoreManifest:
+def read_manifest(directory: Path) -> StoreManifest | ShardedManifest:
     """Read and check the manifest; FileNotFoundError if there is none, ValueError if it is not right."""
     path = directory / MANIFEST_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {directory} is no activation store")
-    return StoreManifest.from_json(path.read_bytes(), path)
+    return parse_manifest(path.read_bytes(), path)
 
 
 def check_files(directory: Path, layouts: Mapping[str, FileLayout], num_rows: int, *, exact: bool) -> None:
@@ -183,13 +209,13 @@ def document_rows(
         raise ValueError(f"expected the layers {list(layout.layers)}, got {sorted(activations)}")
     rows = {TOKEN_IDS_NAME: np.ascontiguousarray(token_array, dtype="<i4")}
     for layer_idx in layout.layers:
-        arrays = activations[layer_idx]
-        if set(arrays) != set(layout.kinds):
-            raise ValueError(f"layer {layer_idx}: expected {sorted(layout.kinds)}, got {sorted(arrays)}")
-        for kind, file in layout.kinds.items():
+        arrays, kinds = activations[layer_idx], layout.layer_kinds(layer_idx)
+        if set(arrays) != set(kinds):
+            raise ValueError(f"layer {layer_idx}: expected {sorted(kinds)}, got {sorted(arrays)}")
+        for kind, file in kinds.items():
             where = f"{kind} of layer {layer_idx}, document {document_id!r}"
             is_packed = kind == "mlp_label" and layout.label_format == "packed"
-            width = layout.intermediate_size if is_packed else file.width
+            width = layout.num_neurons if is_packed else file.width
             array = arrays[kind]
             if array.shape != (len(token_array), width):
                 raise ValueError(f"{where}: expected shape {(len(token_array), width)}, got {array.shape}")

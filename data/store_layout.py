@@ -1,4 +1,4 @@
-"""What an activation store holds: its files and their shapes, its documents, its manifest.
+"""What an activation store holds: its files and their shapes, and which part of them one process writes.
 
 The files are raw little-endian arrays in C order without a header, one row a token:
 
@@ -8,27 +8,25 @@ The files are raw little-endian arrays in C order without a header, one row a to
                        packed: uint8 [rows, ceil(intermediate_size / 8)], a bit a neuron, lowest bit first
     att_x_{i}.mmap     float16  [rows, hidden_size]           residual before the attention's norm
     att_label_{i}.mmap float16  [rows, num_attention_heads]   L2 norm of each query head's output
+
+A store that several processes collected holds a folder of such files for each of them: see `data/store_shards.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
-FORMAT = "dejavu-lab activation store"
-FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKEN_IDS_NAME = "token_ids.mmap"
 UNITS = ("mlp", "attention", "both")
 LABEL_FORMATS = ("raw", "packed")
 SPLITS = ("train", "validation")
 BIT_ORDER: Literal["little"] = "little"
-VALIDATION_SHARE = 0.1
+ONE_PROCESS = {"dp_size": 1, "pp_size": 1, "tp_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +46,59 @@ class FileLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorePart:
+    """What one of dp_size * pp_size * tp_size processes writes of a store, as its *shard*.
+
+    `mlp_layers`, `attention_layers`: the stored layers whose blocks its pipeline stage runs. `neurons`, `heads`: the
+    columns [start, stop) of the labels that its tensor-parallel rank computes. Inputs are the same on all ranks of a
+    stage: the first one writes them. Pieces of documents are dealt to the replicas in turn: replica dp_rank has
+    pieces dp_rank, dp_rank + dp_size, ...
+    """
+
+    dp_rank: int
+    dp_size: int
+    pp_rank: int
+    pp_size: int
+    tp_rank: int
+    tp_size: int
+    mlp_layers: tuple[int, ...]
+    attention_layers: tuple[int, ...]
+    neurons: tuple[int, int]
+    heads: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        for name in ("mlp_layers", "attention_layers", "neurons", "heads"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
+
+    @property
+    def name(self) -> str:
+        """The shard's folder."""
+        return shard_name(self.dp_rank, self.pp_rank, self.tp_rank)
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among all."""
+        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """dp_size, pp_size, tp_size by name."""
+        return {name: getattr(self, name) for name in ONE_PROCESS}
+
+
+def shard_name(dp_rank: int, pp_rank: int, tp_rank: int) -> str:
+    """The one place that spells a shard's folder."""
+    return f"shard_dp{dp_rank}_pp{pp_rank}_tp{tp_rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreLayout:
     """What is collected, from which model; a resumed store must have the same layout in every field.
 
     `dtype`: the model's. `layers`: the layer_idx that are stored. `units`: mlp | attention | both.
     `label_format`: raw | packed (of the MLP labels). `definitions`: anything else that decides the numbers
-    (corpus, max_tokens, the rule that makes a packed label active, ...); must be JSON.
+    (corpus, max_tokens, the rule that makes a packed label active, ...); must be JSON. `part`: what a shard holds of
+    all this (None: everything).
     """
 
     model: str
@@ -66,6 +111,7 @@ class StoreLayout:
     units: str = "both"
     label_format: str = "raw"
     definitions: Mapping[str, Any] = field(default_factory=dict)
+    part: StorePart | None = None
 
     def __post_init__(self) -> None:
         # through JSON and back, so that a layout equals the one its manifest gives
@@ -83,24 +129,45 @@ class StoreLayout:
             raise ValueError(f"label_format must be one of {allowed}, got {self.label_format!r}")
 
     @property
+    def num_neurons(self) -> int:
+        """Columns of the MLP labels, before packing: all neurons, or a shard's."""
+        return self.intermediate_size if self.part is None else self.part.neurons[1] - self.part.neurons[0]
+
+    @property
+    def num_heads(self) -> int:
+        """Columns of the attention labels: all query heads, or a shard's."""
+        return self.num_attention_heads if self.part is None else self.part.heads[1] - self.part.heads[0]
+
+    @property
     def kinds(self) -> dict[str, FileLayout]:
         """The arrays of one layer: mlp_x and mlp_label, att_x and att_label, as far as `units` has them."""
         x = FileLayout(dtype="float16", width=self.hidden_size)
+        label = FileLayout(dtype="float16", width=self.num_neurons)
+        if self.label_format == "packed":
+            label = FileLayout(dtype="uint8", width=math.ceil(self.num_neurons / 8))
         kinds: dict[str, FileLayout] = {}
         if self.units != "attention":
-            label = FileLayout(dtype="float16", width=self.intermediate_size)
-            if self.label_format == "packed":
-                label = FileLayout(dtype="uint8", width=math.ceil(self.intermediate_size / 8))
             kinds.update(mlp_x=x, mlp_label=label)
         if self.units != "mlp":
-            kinds.update(att_x=x, att_label=FileLayout(dtype="float16", width=self.num_attention_heads))
+            kinds.update(att_x=x, att_label=FileLayout(dtype="float16", width=self.num_heads))
+        if self.part is not None and self.part.tp_rank > 0:
+            return {kind: file for kind, file in kinds.items() if not kind.endswith("_x")}
         return kinds
+
+    def layer_kinds(self, layer_idx: int) -> dict[str, FileLayout]:
+        """`kinds`, without the blocks of the layer that another pipeline stage runs."""
+        if self.part is None:
+            return self.kinds
+        here = {"mlp": layer_idx in self.part.mlp_layers, "att": layer_idx in self.part.attention_layers}
+        return {kind: file for kind, file in self.kinds.items() if here[kind[:3]]}
 
     @property
     def files(self) -> dict[str, FileLayout]:
         """All data files by name, token ids first."""
         layer_files = {
-            f"{kind}_{layer_idx}.mmap": file for layer_idx in self.layers for kind, file in self.kinds.items()
+            f"{kind}_{layer_idx}.mmap": file
+            for layer_idx in self.layers
+            for kind, file in self.layer_kinds(layer_idx).items()
         }
         return {TOKEN_IDS_NAME: FileLayout(dtype="int32", width=None), **layer_files}
 
@@ -110,11 +177,11 @@ class StoreLayout:
 
 
 def layout_differences(stored: StoreLayout, wanted: StoreLayout) -> list[str]:
-    """One phrase for each field in which the layouts differ; `definitions` entry by entry."""
+    """One phrase for each field in which the layouts differ; `definitions` and `part` entry by entry."""
 
     def flat(layout: StoreLayout) -> dict[str, Any]:
         record = asdict(layout)
-        return record | record.pop("definitions")
+        return record | record.pop("definitions") | (record.pop("part") or {})
 
     old, new = flat(stored), flat(wanted)
     return [
@@ -122,112 +189,3 @@ def layout_differences(stored: StoreLayout, wanted: StoreLayout) -> list[str]:
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentRange:
-    """Rows [start, stop) are consecutive tokens of one document; a long document may have several ranges."""
-
-    document_id: str
-    start: int
-    stop: int
-    split: str
-
-
-def split_documents(document_ids: Iterable[str]) -> dict[str, str]:
-    """Assign each document to `train` or `validation`: those of the lowest hashes validate.
-
-    They are VALIDATION_SHARE of the documents, rounded, but at least one of two or more; a single document
-    trains. All ranges of a document stay together, and the order in which documents come does not matter.
-    """
-    ranked = sorted(set(document_ids), key=lambda document_id: hashlib.sha256(document_id.encode()).digest())
-    num_validation = max(1, math.floor(VALIDATION_SHARE * len(ranked) + 0.5)) if len(ranked) > 1 else 0
-    return {document_id: "validation" if rank < num_validation else "train" for rank, document_id in enumerate(ranked)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreManifest:
-    """`manifest.json`: the only word on which rows are valid. `complete`: the collection reached its end."""
-
-    layout: StoreLayout
-    command_line: str
-    git_commit: str | None
-    num_rows: int
-    complete: bool
-    documents: Sequence[DocumentRange]
-
-    @property
-    def file_shapes(self) -> dict[str, dict[str, Any]]:
-        """dtype and shape of each data file's valid part."""
-        return {
-            name: {"dtype": file.dtype, "shape": file.shape(self.num_rows)} for name, file in self.layout.files.items()
-        }
-
-    def to_json(self) -> str:
-        """The file's text; the same store always gives the same text."""
-        record = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            **asdict(self.layout),
-            "bit_order": BIT_ORDER,
-            "validation_share": VALIDATION_SHARE,
-            "files": self.file_shapes,
-            "command_line": self.command_line,
-            "git_commit": self.git_commit,
-            "num_rows": self.num_rows,
-            "complete": self.complete,
-            "documents": [vars(document) for document in self.documents],
-        }
-        return json.dumps(record, indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: bytes, path: Path) -> Self:
-        """Parse strictly; every ValueError names `path`."""
-        try:
-            record = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error})") from error
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ValueError(f"{path} is not the manifest of an activation store")
-        if record.get("format_version") != FORMAT_VERSION:
-            raise ValueError(
-                f"{path}: format_version {record.get('format_version')!r} is unknown; "
-                f"this program reads {FORMAT_VERSION}"
-            )
-        try:
-            layout = StoreLayout(**{entry.name: record[entry.name] for entry in fields(StoreLayout)})
-            manifest = cls(
-                layout=layout,
-                documents=[DocumentRange(**document) for document in record["documents"]],
-                **{name: record[name] for name in ("command_line", "git_commit", "num_rows", "complete")},
-            )
-            listed = dict(record["files"])
-            bit_order = record["bit_order"]
-        except KeyError as error:
-            raise ValueError(f"{path}: the manifest lacks {error}") from error
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
-        if bit_order != BIT_ORDER:
-            raise ValueError(f"{path}: bit_order {bit_order!r} is unknown; this program reads {BIT_ORDER}")
-        expected = manifest.file_shapes
-        for name in sorted(expected.keys() | listed.keys()):
-            if expected.get(name) != listed.get(name):
-                raise ValueError(
-                    f"{path}: {name} should be {expected.get(name)} by the layout, the manifest says {listed.get(name)}"
-                )
-        manifest.check_documents(path)
-        return manifest
-
-    def check_documents(self, path: Path) -> None:
-        """Documents must cover [0, num_rows) without gap or overlap, and lie in one split each."""
-        position = 0
-        splits: dict[str, str] = {}
-        for document in self.documents:
-            is_known = document.split in SPLITS and isinstance(document.stop, int)
-            if not is_known or document.start != position or document.stop <= position:
-                raise ValueError(f"{path}: bad row range {document} (expected rows from {position})")
-            if splits.setdefault(document.document_id, document.split) != document.split:
-                raise ValueError(f"{path}: document {document.document_id!r} is in both splits")
-            position = document.stop
-        if position != self.num_rows:
-            raise ValueError(f"{path}: the documents hold {position} rows, num_rows says {self.num_rows}")

@@ -1,10 +1,12 @@
 """Run a model over a corpus and store what every MLP and attention block saw and did."""
 
+import hashlib
 import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -13,20 +15,26 @@ from loguru import logger
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore, ActivationStoreWriter
 from data.corpora import TokenPiece, iter_documents, parse_corpus, token_pieces
+from data.shard_writer import Gather, open_shard_writer, shard_state, wait_for_shards
 from data.store_layout import StoreLayout, layout_differences
+from pipeline_parallel.engine import check_same_everywhere
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
-from sparse_predictor.collect import ActivationRecorder, Units, collect_documents
+from sparse_predictor.collect import ActivationRecorder, Units, collect_documents, store_part
 from sparse_predictor.labels import default_definition
 from sparse_predictor.store import weights_sample
 
 # Keeps a batch's activations to a few hundred MB whatever --batch-size says.
 MAX_BATCH_TOKENS = 4096
+PLACE = ("dp_rank", "dp_size", "pp_rank", "pp_size", "tp_rank", "tp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """Run a model over a corpus and store what every MLP and attention block saw and did."""
+    """Run a model over a corpus and store what every MLP and attention block saw and did.
+
+    Under torchrun each process stores what it computes; the store reads as the one of a single process.
+    """
 
     corpus: str
     """wikitext[:SPLIT], c4[:SPLIT], a .txt, .jsonl or .jsonl.gz file, or self[:SEED]; the training side by default."""
@@ -48,16 +56,19 @@ class Options(ModelOptions):
     """Continue a store that was interrupted."""
 
 
-def main(options: Options) -> ActivationStore:
-    """Collect into `output_dir` and return the finished store."""
+def main(options: Options) -> ActivationStore | None:
+    """Collect into `output_dir` and return the finished store, on the first of all processes (None: on the others)."""
     corpus = parse_corpus(options.corpus, side="train")
     if options.max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
     loaded = options.load()
-    model, config = loaded.model, loaded.model.config
+    model, config, mesh = loaded.model, loaded.model.config, loaded.mesh
+    if corpus.path is not None:  # ranks that read different texts would not notice
+        check_same_everywhere(mesh, f"--corpus {options.corpus}: the file", file_fingerprint(corpus.path))
     layers = parse_layers(options.layers, config.num_hidden_layers)
     piece_tokens = min(options.max_document_tokens, config.max_position_embeddings)
     packed = default_definition(config, options.label_density) if options.label_format == "packed" else None
+    place = {name: getattr(mesh, name) for name in PLACE}
     layout = StoreLayout(
         model=loaded.model_id,
         config_hash=config.config_hash(),
@@ -72,11 +83,12 @@ def main(options: Options) -> ActivationStore:
             "corpus": corpus.label,
             "max_tokens": options.max_tokens,
             "max_document_tokens": piece_tokens,
-            "weights_sample": weights_sample(model),
+            "weights_sample": weights_sample(model, mesh.sum),
             "packed_label": packed.to_manifest() if packed else None,
         },
+        part=store_part(model, layers, **place) if mesh.world_size > 1 else None,
     )
-    if options.resume and (finished := finished_store(options.output_dir, layout)) is not None:
+    if options.resume and (finished := finished_store(options.output_dir, layout, mesh.gather)) is not None:
         logger.info(f"{options.output_dir} is complete: {finished.num_rows} rows, nothing to do")
         return finished
     pieces: Iterator[TokenPiece] = token_pieces(
@@ -92,8 +104,9 @@ def main(options: Options) -> ActivationStore:
     )
     if corpus.kind != "self":  # what cannot be read fails before there is a store; the model's own text can always be
         pieces = chain([next(pieces)], pieces)
+    open_writer = ActivationStoreWriter if layout.part is None else partial(open_shard_writer, gather=mesh.gather)
     with (
-        ActivationStoreWriter(
+        open_writer(
             options.output_dir,
             layout,
             command_line=shlex.join(sys.argv),
@@ -101,12 +114,12 @@ def main(options: Options) -> ActivationStore:
             expected_rows=options.max_tokens,
             resume=options.resume,
         ) as writer,
-        ActivationRecorder(model, layers, options.units, packed) as recorder,
-        progress((), "collecting", quiet=options.quiet, total=options.max_tokens, unit="tok") as bar,
+        ActivationRecorder(model, layers, options.units, packed, inputs=mesh.tp_rank == 0) as recorder,
+        progress((), "collecting", quiet=options.quiet, total=options.max_tokens // mesh.dp_size, unit="tok") as bar,
     ):
 
         def new_pieces() -> Iterator[TokenPiece]:
-            for piece in pieces:
+            for piece in islice(pieces, mesh.dp_rank, None, mesh.dp_size):
                 if writer.skip_document(piece.document_id, piece.token_ids):
                     bar.update(len(piece.token_ids))
                 else:
@@ -116,14 +129,24 @@ def main(options: Options) -> ActivationStore:
             recorder, writer, new_pieces(), batch_size=options.batch_size, max_batch_tokens=MAX_BATCH_TOKENS
         ):
             bar.update(stored)
+    if mesh.rank > 0:
+        return None
+    if layout.part is not None:
+        wait_for_shards(options.output_dir, layout)
     store = ActivationStore(options.output_dir)
     splits = {split: sum(stop - start for start, stop in store.row_ranges(split)) for split in ("train", "validation")}
     logger.info(
         f"{options.output_dir}: {store.num_rows} rows of {len(layers)} layers "
         f"({splits['train']} training, {splits['validation']} validation), "
-        f"{layout.estimate_bytes(store.num_rows) / 2**30:.2f} GiB"
+        f"{store.layout.estimate_bytes(store.num_rows) / 2**30:.2f} GiB"
     )
     return store
+
+
+def file_fingerprint(path: Path) -> str:
+    """Size and first mebibyte, as a hash: what tells two versions of a corpus apart at no cost."""
+    with path.open("rb") as file:
+        return hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(2**20)).hexdigest()
 
 
 def parse_layers(text: str, num_layers: int) -> list[int]:
@@ -141,8 +164,11 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def finished_store(directory: Path, layout: StoreLayout) -> ActivationStore | None:
-    """The complete store of this very layout, if it is there."""
+def finished_store(directory: Path, layout: StoreLayout, gather: Gather) -> ActivationStore | None:
+    """The complete store of this very layout, if it is there; all processes ask together."""
+    if layout.part is not None:
+        is_complete = all(gather(shard_state(directory, layout, resume=True).complete))
+        return ActivationStore(directory) if is_complete else None
     if not (directory / "manifest.json").is_file():
         return None
     store = ActivationStore(directory)
@@ -150,4 +176,4 @@ def finished_store(directory: Path, layout: StoreLayout) -> ActivationStore | No
 
 
 if __name__ == "__main__":
-    run_stage(main, Options)
+    run_stage(main, Options, distributed=True)

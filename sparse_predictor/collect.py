@@ -3,7 +3,7 @@
 Legend: B batch, T tokens, D hidden, F intermediate, N query heads, H head_dim.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,9 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from data.activation_store import ActivationStoreWriter
 from data.corpora import TokenPiece
+from data.store_layout import StorePart
+from modules.attention import Attention
 from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
-from modules.mlp import unit_norms
+from modules.mlp import Mlp, unit_norms
 from modules.scoring import pad_right
 from sparse_predictor.labels import LabelDefinition, true_active
 
@@ -30,15 +32,25 @@ class ActivationRecorder:
     float16 (labels bool when a `label_definition` packs them), in row-major order of the batch. Values that float16
     cannot hold become infinite and are refused by the store, never clipped. Works for any forward pass, decoding
     included: whoever runs the pass decides what is recorded by opening the recorder around it.
+
+    Where a model is cut, a rank records the blocks and columns that are here (`neuron_columns`, `head_columns`), and
+    what blocks read only with `inputs`: it is the same on all tensor-parallel ranks.
     """
 
     def __init__(
-        self, model: Decoder, layers: Sequence[int], units: Units, label_definition: LabelDefinition | None = None
+        self,
+        model: Decoder,
+        layers: Sequence[int],
+        units: Units,
+        label_definition: LabelDefinition | None = None,
+        *,
+        inputs: bool = True,
     ) -> None:
         self.model = model
         self.layers = list(layers)
         self.units = units
         self.label_definition = label_definition
+        self.inputs = inputs
         self.rows: dict[int, dict[str, np.ndarray]] = {layer: {} for layer in self.layers}
         self._keep: Tensor | None = None
         self._handles: list[RemovableHandle] = []
@@ -46,14 +58,14 @@ class ActivationRecorder:
     def __enter__(self) -> "ActivationRecorder":
         self._handles.append(self.model.register_forward_pre_hook(self._note_padding, with_kwargs=True))
         for layer in self.layers:
-            if self.units in ("mlp", "both"):
-                half_block = self.model.half_block(layer, "mlp")
-                self._watch(half_block.residual_in, layer, "mlp_x")
-                self._watch(self.model.mlp(layer).activations, layer, "mlp_label")
-            if self.units in ("attention", "both"):
-                half_block = self.model.half_block(layer, "attention")
-                self._watch(half_block.residual_in, layer, "att_x")
-                self._watch(self.model.attention(layer).head_outputs, layer, "att_label")
+            if self.units != "attention" and self.model.has_block(layer, "mlp"):
+                if self.inputs:
+                    self._watch(self.model.half_block(layer, "mlp").residual_in, layer, "mlp_x")
+                self._watch_neurons(self.model.mlp(layer), layer)
+            if self.units != "mlp" and self.model.has_block(layer, "attention"):
+                if self.inputs:
+                    self._watch(self.model.half_block(layer, "attention").residual_in, layer, "att_x")
+                self._watch_heads(self.model.attention(layer), layer)
         return self
 
     def __exit__(
@@ -75,22 +87,65 @@ class ActivationRecorder:
         if num_tokens is not None:
             self._keep = real_tokens(token_ids, num_tokens).flatten()
 
-    def _watch(self, point: nn.Module, layer: int, name: str) -> None:
+    def _watch_neurons(self, mlp: Mlp, layer: int) -> None:
+        definition = self.label_definition
+        start, stop = neuron_columns(mlp)
+
+        def label(rows: Tensor) -> Tensor:
+            if definition is not None:
+                rows = true_active(rows, unit_norms(mlp).to(rows.device), definition, mlp.units)
+            return rows[:, : stop - start]  # padding stands last
+
+        self._watch(mlp.activations, layer, "mlp_label", label)
+
+    def _watch_heads(self, attention: Attention, layer: int) -> None:
+        start, stop = head_columns(attention)
+        self._watch(
+            attention.head_outputs,
+            layer,
+            "att_label",
+            lambda rows: torch.linalg.vector_norm(rows[:, : stop - start], dim=-1),
+        )
+
+    def _watch(
+        self, point: nn.Module, layer: int, name: str, to_columns: Callable[[Tensor], Tensor] = lambda rows: rows
+    ) -> None:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            self.rows[layer][name] = self._to_rows(output, layer, name)
+            rows = output.flatten(0, 1)
+            columns = to_columns(rows if self._keep is None else rows[self._keep])
+            if columns.dtype != torch.bool:
+                columns = columns.to(torch.float16)
+            self.rows[layer][name] = columns.cpu().numpy()
 
         self._handles.append(point.register_forward_hook(hook))
 
-    def _to_rows(self, states: Tensor, layer: int, name: str) -> np.ndarray:
-        rows = states.flatten(0, 1)
-        if self._keep is not None:
-            rows = rows[self._keep]
-        if name == "att_label":
-            rows = torch.linalg.vector_norm(rows, dim=-1)
-        if name == "mlp_label" and self.label_definition is not None:
-            norms = unit_norms(self.model.mlp(layer)).to(rows.device)
-            return true_active(rows, norms, self.label_definition).cpu().numpy()
-        return rows.to(torch.float16).cpu().numpy()
+
+def neuron_columns(mlp: Mlp) -> tuple[int, int]:
+    """The neurons [start, stop) of the layer that this rank computes: all, or a tensor-parallel rank's."""
+    if mlp.units is None:
+        return 0, mlp.num_units
+    real = mlp.units.local[mlp.units.real].tolist()
+    first = real[0] if real else 0
+    assert real == list(range(first, first + len(real)))  # or they would be no columns next to each other
+    return first, first + len(real)
+
+
+def head_columns(attention: Attention) -> tuple[int, int]:
+    """The query heads [start, stop) of the layer that this rank computes."""
+    return attention.query_heads or (0, attention.num_units * attention.queries_per_group)
+
+
+def store_part(model: Decoder, layers: Sequence[int], **place: int) -> StorePart:
+    """What this process records of `layers`; `place`: its ranks and the sizes, as in `StorePart`."""
+    mlp_layers = [layer for layer in layers if model.has_block(layer, "mlp")]
+    attention_layers = [layer for layer in layers if model.has_block(layer, "attention")]
+    return StorePart(
+        **place,
+        mlp_layers=tuple(mlp_layers),
+        attention_layers=tuple(attention_layers),
+        neurons=neuron_columns(model.mlp(mlp_layers[0])) if mlp_layers else (0, 0),
+        heads=head_columns(model.attention(attention_layers[0])) if attention_layers else (0, 0),
+    )
 
 
 def ragged_batches(

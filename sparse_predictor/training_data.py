@@ -15,6 +15,7 @@ from torch import Tensor
 from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from modules.mlp import unit_norms
+from modules.normalization import residual_dtype
 from modules.sparsity import Block
 from sparse_predictor.store import weights_sample
 
@@ -152,8 +153,9 @@ class TrainingRows:
         states = self._to_device(np.concatenate([residual[start:stop] for start, stop in ranges]))
         # The store keeps the residual before the norm; serving sees the normed state. One norm does both.
         norm = self.model.norm_before(layer, self.block)
+        dtype = self.model.dtype
         with torch.no_grad():
-            return states if norm is None else norm(states.to(self.model.dtype)).float()
+            return states if norm is None else norm(states.to(residual_dtype(dtype))).to(dtype).float()
 
     def _activations(self, layer: int, ranges: Ranges) -> Tensor:
         if self.block == "mlp":

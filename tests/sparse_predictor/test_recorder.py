@@ -5,11 +5,15 @@ import pytest
 import torch
 
 from data.corpora import TokenPiece
+from modules.decoder import Decoder
 from modules.scoring import pad_right
-from sparse_predictor.collect import ActivationRecorder, ragged_batches
+from sparse_predictor.collect import ActivationRecorder, head_columns, neuron_columns, ragged_batches
+from sparse_predictor.labels import LabelDefinition
 from tests.modules.tiny_models import KINDS, LLAMA, tiny_decoder
+from tests.modules.unit_shard_ranks import Ranks, cut_decoders, head_plans
 from tests.sparse_predictor.tiny_stages import ragged_documents
 
+LABELS = [None, LabelDefinition(kind="top", share=0.3), LabelDefinition(kind="energy", share=0.9)]
 KIND_NAMES = ["llama", "opt", "opt-post-norm-projected"]
 
 
@@ -50,6 +54,37 @@ def test_padding_is_dropped_whoever_runs_the_model() -> None:
         assert len(rows) == 14
         np.testing.assert_allclose(found[name], rows, rtol=2e-3, atol=2e-3)
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("label", LABELS, ids=str)
+@pytest.mark.parametrize("plan", head_plans())
+def test_tensor_parallel_ranks_record_their_own_columns_without_padding(
+    plan: str, label: LabelDefinition | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tiny_decoder(LLAMA)
+    ranks = Ranks(len(head_plans()[plan]))
+    width = 80 // ranks.size + 3  # the last rank is short of neurons, and padded
+    shares = [list(range(80))[rank * width : (rank + 1) * width] for rank in range(ranks.size)]
+    monkeypatch.setattr("tests.modules.unit_shard_ranks.neuron_shares", lambda *args: shares)
+    models = cut_decoders(whole, ranks, head_plans()[plan])
+    batch = pad_right(ragged_documents([5, 2, 7]), "cpu")
+
+    def record(model: Decoder, inputs: bool) -> dict[str, np.ndarray]:
+        with ActivationRecorder(model, [1], "both", label, inputs=inputs) as recorder:
+            recorder.run(*batch)
+        return recorder.rows[1]
+
+    expected = record(whole, True)
+    found = ranks.run(lambda rank: record(models[rank], rank == 0))
+    assert [set(rows) for rows in found] == [set(expected)] + [{"mlp_label", "att_label"}] * (ranks.size - 1)
+    for kind, columns_of, count in (("mlp_label", neuron_columns, 80), ("att_label", head_columns, 6)):
+        columns = [columns_of(getattr(model, "mlp" if count == 80 else "attention")(1)) for model in models]
+        covered = [column for start, stop in columns for column in range(start, stop)]
+        assert covered == list(range(count))
+        joined = np.concatenate([rows[kind] for rows in found], axis=1)
+        assert joined.dtype == expected[kind].dtype
+        np.testing.assert_allclose(joined, expected[kind], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(found[0]["att_x"], expected["att_x"], rtol=2e-3, atol=2e-3)
 
 
 def test_batches_respect_both_limits() -> None:
