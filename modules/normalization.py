@@ -7,13 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modules.config import ModelConfig
+from modules.kernels.add_norm import fused_add_norm
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim.
-
-    Statistics are taken in float32 (float64 for float64 states) and the result has the input's dtype.
-    """
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in the type of its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -23,35 +21,68 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
         self.bias = nn.Parameter(torch.zeros(size)) if config.norm_affine and self.kind == "layer" else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
+        weight = None if self.weight is None else self.weight.to(states.dtype)
         if self.kind == "layer":
-            return F.layer_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.bias, self.eps)
-        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        normed = normed.to(hidden_states.dtype)
-        return normed if self.weight is None else self.weight * normed
+            bias = None if self.bias is None else self.bias.to(states.dtype)
+            return F.layer_norm(states, states.shape[-1:], weight, bias, self.eps)
+        return F.rms_norm(states, states.shape[-1:], weight, self.eps)
 
 
 class AddNorm(Protocol):
     """The residual junction: what stands between two half-blocks, replaced as a whole by tensor parallelism."""
 
     def __call__(
-        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, *, pre_norm: bool
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        *,
+        pre_norm: bool,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def residual_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of the residual stream of a model whose weights are `dtype`: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def add_norm(
-    partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None = None, *, pre_norm: bool = True
+    partial: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    bias: Tensor | None = None,
+    *,
+    pre_norm: bool = True,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Add a half-block's output to the residual stream and normalise for the next half-block.
 
     Pre-norm: `residual += partial + bias; hidden = norm(residual)`. Post-norm (OPT-350M):
     `hidden = residual = norm(residual + partial + bias)`. `partial` [B, T, D] never includes the bias, so that
     ranks which each hold a part of the sum add it once. `residual` is None before the first half-block.
-    Returns (hidden_states, residual), neither of which aliases an input that a hook may have kept.
+    Returns (hidden_states, residual); neither aliases the old `residual`, which a hook may have kept.
+
+    The stream is float32 at least, and so are sums and statistics; hidden_states are rounded once, to `dtype`. In half
+    precision a stream that was rounded at every half-block would make the answer depend on the order of a sum, and so
+    on the number of ranks.
     """
-    total = partial if bias is None else partial + bias
+    if partial.is_cuda and pre_norm and partial.dtype != torch.float64 and not torch.is_grad_enabled():
+        return fused_add_norm(
+            partial.contiguous(),
+            residual,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            bias,
+            kind="none" if norm is None else norm.kind,
+            eps=0.0 if norm is None else norm.eps,
+            out_dtype=dtype,
+        )
+    total = partial.to(residual_dtype(partial.dtype))
+    total = total if bias is None else total + bias
     total = total if residual is None else residual + total
-    hidden_states = total if norm is None else norm(total)
-    return hidden_states, (total if pre_norm else hidden_states)
+    normed = total if norm is None else norm(total)
+    return normed.to(dtype), (total if pre_norm else normed)

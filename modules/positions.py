@@ -32,15 +32,18 @@ class RotaryPositions:
         self._frequencies: dict[torch.device, Tensor] = {}
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [B, T] -> cos, sin [B, 1, T, head_dim] in `dtype` (angles in float32, as trained)."""
+        """positions [B, T] -> cos, sin [B, 1, T, head_dim] in `dtype` (angles in float32, as trained).
+
+        The first half of the sines is negative, as `apply_rotary` needs them.
+        """
         if positions.device not in self._frequencies:
             self._frequencies[positions.device] = rotary_frequencies(self.config, positions.device)
         angles = positions[:, None, :, None].float() * self._frequencies[positions.device]
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [B, heads, T, head_dim] by cos/sin [B, 1, T, head_dim]; halves are paired (Hugging Face layout)."""
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotate [B, heads, T, head_dim] by `cos_sin` [B, 1, T, head_dim]; halves are paired (Hugging Face layout)."""
+    # (first, second) -> (first * cos - second * sin, second * cos + first * sin), in as few kernels as can be.
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
