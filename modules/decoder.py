@@ -7,9 +7,10 @@ overlap drive the same list; tensor parallelism and sparsity attach to it from o
 Legend: B batch, T tokens, D hidden, V vocabulary.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from modules.attention import Attention
@@ -19,7 +20,9 @@ from modules.kv_cache import KVCache
 from modules.mlp import Mlp
 from modules.normalization import AddNorm, Norm, add_norm
 from modules.positions import RotaryPositions
-from modules.sparsity import Block, Phase, SparsityStats
+from modules.projections import OutputHead
+from modules.shards import Shard
+from modules.sparsity import BLOCKS, Block, Phase, SparsityStats
 
 
 class Embeddings(nn.Module):
@@ -59,8 +62,30 @@ class HalfBlock(nn.Module):
         self.residual_in = nn.Identity()  # a named point for forward hooks: sees the residual [B, T, D]
 
 
+class PipelineLinks(Protocol):
+    """What joins a pipeline stage to the one before it and the one after it (see pipeline_parallel.stage)."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def receive(self, batch_size: int, num_tokens: int, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
+        """(hidden_states, residual) [B, T, D] from the stage before, and what its layers keep for look-ahead."""
+        ...
+
+    def send(self, hidden_states: Tensor, residual: Tensor, forward_pass: ForwardPass) -> None:
+        """Hand them to the stage after; returns before they have arrived."""
+        ...
+
+
 class Decoder(nn.Module):
-    """A Llama-like or OPT-like language model on one device, dense unless selectors are attached."""
+    """A Llama-like or OPT-like language model on one device, dense unless selectors are attached.
+
+    Under pipeline parallelism it is one stage of it: `half_blocks` keeps its length, those of other stages are empty
+    modules, and `span` says which are here. `shards` names the parameters that tensor parallelism has cut.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,10 +103,13 @@ class Decoder(nn.Module):
         self.project_out: nn.Linear | None = None
         if config.word_embed_proj_dim != config.hidden_size:
             self.project_out = nn.Linear(config.hidden_size, config.word_embed_proj_dim, bias=False)
-        self.lm_head = nn.Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
+        self.lm_head = OutputHead(config.word_embed_proj_dim, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embeddings.tokens.weight
         self.add_norm: AddNorm = add_norm
+        self.span = range(len(self.half_blocks))
+        self.links: PipelineLinks | None = None
+        self.shards: dict[str, Shard] = {}
         self.stats: SparsityStats | None = None
         self.max_lookahead = 0
         self.sparsity_hook: RemovableHandle | None = None
@@ -90,12 +118,37 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Type of the weights and of the states between blocks."""
-        return self.embeddings.tokens.weight.dtype
+        return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embeddings.tokens.weight.device
+        return next(self.parameters()).device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embeddings are here."""
+        return self.links is None or self.links.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the head is here, so that `logits` can be asked for."""
+        return self.links is None or self.links.is_last
+
+    @property
+    def layers(self) -> range:
+        """The layers that are here: all of them, or those of a pipeline stage."""
+        return range(self.span.start // 2, self.span.stop // 2)
+
+    def has_block(self, layer_idx: int, block: Block) -> bool:
+        """Whether a layer's block is here, and not on another pipeline stage."""
+        return 2 * layer_idx + (block == "mlp") in self.span
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether anything chooses what a token computes: a selector, or matmuls with thinned inputs."""
+        blocks = [self.half_block(layer_idx, block).block for layer_idx in self.layers for block in BLOCKS]
+        return self.sparsity_hook is not None or any(block.selector is not None for block in blocks)
 
     def half_block(self, layer_idx: int, block: Block) -> HalfBlock:
         """The half-block of a layer."""
@@ -123,8 +176,16 @@ class Decoder(nn.Module):
         return self.first_norm if idx == 0 else self.half_blocks[idx - 1].norm  # type: ignore[return-value]
 
     def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
-        """An empty cache of this model's dtype on its device."""
-        return KVCache(self.config, batch_size=batch_size, max_seqlen=max_seqlen, dtype=self.dtype, device=self.device)
+        """An empty cache for the layers and heads that are here, of this model's dtype on its device."""
+        return KVCache(
+            layers=self.layers,
+            batch_size=batch_size,
+            num_key_value_heads=self.attention(self.layers.start).num_units,
+            max_seqlen=max_seqlen,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def forward(
         self,
@@ -141,8 +202,11 @@ class Decoder(nn.Module):
         would stand beyond the context.
         """
         tokens = token_ids.shape[1]
-        embedded, forward_pass = self.begin(token_ids, cache=cache, num_tokens=num_tokens, phase=phase)
-        hidden_states = self.run_half_blocks(embedded, forward_pass)
+        forward_pass = self.begin(token_ids, cache=cache, num_tokens=num_tokens, phase=phase)
+        hidden_states, residual = self.enter(token_ids, forward_pass)
+        hidden_states, residual = self.run_half_blocks(hidden_states, residual, forward_pass)
+        if self.links is not None and not self.links.is_last:
+            self.links.send(hidden_states, residual, forward_pass)
         if cache is not None:
             real = num_tokens if num_tokens is not None else torch.full_like(cache.cache_seqlens, tokens)
             cache.advance(real, tokens)
@@ -155,8 +219,8 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         num_tokens: Tensor | None = None,
         phase: Phase = "prefill",
-    ) -> tuple[Tensor, ForwardPass]:
-        """Embedded tokens [B, T, D], and what their pass through the half-blocks carries; arguments as `forward`."""
+    ) -> ForwardPass:
+        """What the pass of token_ids [B, T] through the half-blocks carries; arguments as `forward`."""
         batch, tokens = token_ids.shape
         steps = torch.arange(tokens, device=token_ids.device)
         if cache is None:
@@ -165,11 +229,11 @@ class Decoder(nn.Module):
         else:
             end = cache.reserve(tokens)
             positions = cache.cache_seqlens[:, None] + steps
-            # The first prefill is plain causal attention over what it writes: no mask, the fast path.
-            mask = None if cache.longest == 0 and tokens > 1 else cached_attention_mask(positions, end)
+            # Into empty rows: plain causal attention over what is written, no mask, the fast path.
+            mask = None if cache.is_empty else cached_attention_mask(positions, end, self.dtype)
         if end > self.config.max_position_embeddings:
             raise ValueError(f"{end} tokens do not fit the context of {self.config.max_position_embeddings}")
-        forward_pass = ForwardPass(
+        return ForwardPass(
             phase=phase,
             positions=positions,
             valid=None if num_tokens is None else real_tokens(token_ids, num_tokens),
@@ -180,30 +244,37 @@ class Decoder(nn.Module):
             stats=self.stats,
             max_lookahead=self.max_lookahead,
         )
-        return self.embeddings(token_ids, positions), forward_pass
 
-    def run_half_blocks(self, embedded: Tensor, forward_pass: ForwardPass) -> Tensor:
-        """Embedded tokens [B, T, D] -> hidden states after the last half-block's norm."""
-        hidden_states, residual = self.enter(embedded)
-        for half_block in self.half_blocks:
+    def enter(self, token_ids: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
+        """(hidden_states, residual) [B, T, D] before the first half-block that is here."""
+        if self.links is not None and not self.links.is_first:
+            batch, tokens = token_ids.shape
+            return self.links.receive(batch, tokens, forward_pass)
+        embedded = self.embeddings(token_ids, forward_pass.positions)
+        return self.add_norm(
+            embedded, None, self.first_norm, None, pre_norm=self.config.pre_norm, dtype=self.dtype
+        )
+
+    def run_half_blocks(
+        self, hidden_states: Tensor, residual: Tensor, forward_pass: ForwardPass
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden_states, residual) [B, T, D] after the last half-block that is here, and its norm."""
+        for idx in self.span:
+            half_block = self.half_blocks[idx]
             assert isinstance(half_block, HalfBlock)
             residual = half_block.residual_in(residual)
             partial = half_block.block(hidden_states, forward_pass)
             hidden_states, residual = self.leave(half_block, partial, residual)
-        return hidden_states
-
-    def enter(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden_states, residual) before the first half-block."""
-        if not self.config.pre_norm:
-            return embedded, embedded
-        return self.add_norm(embedded, None, self.first_norm, None, pre_norm=True)
+        return hidden_states, residual
 
     def leave(self, half_block: HalfBlock, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The residual junction after one half-block: (hidden_states, residual) for the next."""
-        return self.add_norm(partial, residual, half_block.norm, half_block.bias, pre_norm=self.config.pre_norm)
+        return self.add_norm(
+            partial, residual, half_block.norm, half_block.bias, pre_norm=self.config.pre_norm, dtype=self.dtype
+        )
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] -> [..., V]."""
+        """[..., D] -> [..., V], in float32 where the device can give that without a detour (see project)."""
         if self.project_out is not None:
             hidden_states = self.project_out(hidden_states)
-        return F.linear(hidden_states, self.lm_head.weight)
+        return self.lm_head(hidden_states)

@@ -31,8 +31,7 @@ class GenerationResult:
     context is full) or error (with `error`; nothing was generated).
 
     `mlp_density`, `head_density`: mean share of units this row computed in its decode steps (in its prompt, if there
-    was no decode step). TEAL has no units: its `mlp_density` is the share of the MLP weights read, over all rows of
-    the run so far.
+    was no decode step). TEAL has no units: its `mlp_density` is the share of the MLP weights read.
     """
 
     token_ids: list[int]
@@ -79,7 +78,7 @@ class RunningRequest:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.prompt_logprobs: list[float | None] | None = None
-        self.first_token_s = 0.0
+        self.started_s = self.first_token_s = 0.0
 
     @property
     def num_cached(self) -> int:

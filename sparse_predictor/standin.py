@@ -107,8 +107,8 @@ def _fit_layer(
 
 
 def _begin(model: Decoder, token_ids: Tensor) -> _Stream:
-    embedded, forward_pass = model.begin(token_ids)
-    hidden_states, residual = model.enter(embedded)
+    forward_pass = model.begin(token_ids)
+    hidden_states, residual = model.enter(token_ids, forward_pass)
     return _Stream(hidden_states, residual, forward_pass)
 
 

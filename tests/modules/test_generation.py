@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modules.decoder import Decoder
-from modules.generation import decode_one_token, generate, keep_rows, prefill
+from modules.generation import decode_one_token, generate, prefill
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings, text_before_stop
 from modules.sampling import SamplingParams
 from modules.sparsity import ActiveSet, SelectionContext
@@ -57,7 +57,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, model: Decoder, script: list[int])
     def sample_script(logits: torch.Tensor, params: object, steps: list[int]) -> torch.Tensor:
         return torch.tensor([script[step] for step in steps])
 
-    monkeypatch.setattr("modules.generation.sample", sample_script)
+    monkeypatch.setattr("modules.microbatch.sample", sample_script)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 6])
@@ -105,15 +105,36 @@ def test_sampled_tokens_do_not_depend_on_batch_size_or_neighbours(model: Decoder
     assert [result.token_ids for result in shuffled[::-1]] == alone
 
 
-def test_dropping_rows_keeps_the_others_as_they_were(llama: Decoder) -> None:
-    cache = llama.new_cache(6, 32)
-    prefill(llama, prompts(), cache)
-    keys, lengths = cache.keys.clone(), cache.cache_seqlens.clone()
-    order = keep_rows(cache, [1, 4, 5], longest=12)
-    assert sorted(order) == [1, 4, 5] and cache.longest == 12
-    assert cache.cache_seqlens.tolist() == [int(lengths[row]) for row in order]
-    for slot, row in enumerate(order):
-        torch.testing.assert_close(cache.keys[:, slot, :, : lengths[row]], keys[:, row, :, : lengths[row]])
+def test_a_finished_rows_place_is_taken_by_the_next_request(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[str, int]] = []
+    forward = llama.forward
+
+    def recorded(token_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        if "cache" in options:
+            turns.append((options["phase"], token_ids.shape[0]))
+        return forward(token_ids, **options)
+
+    monkeypatch.setattr(llama, "forward", recorded)
+    counts = [2, 6, 3, 2]
+    batch = [
+        GenerationRequest(prompt_token_ids=prompt, max_new_tokens=count)
+        for prompt, count in zip(prompts()[:4], counts, strict=True)
+    ]
+    results = generate(llama, batch, batch_size=2, eos_token_ids=NO_EOS)
+    # Request 0 ends after one step and 2 comes in beside 1; then 3; then 1 goes on alone.
+    assert turns == [
+        ("prefill", 2), ("decode", 2), ("prefill", 1), ("decode", 2), ("decode", 2), ("prefill", 1), ("decode", 2),
+        ("decode", 1),
+    ]  # fmt: skip
+    for prompt, count, result in zip(prompts(), counts, results, strict=False):
+        assert result.token_ids == greedy_by_recomputing(llama, prompt, count)[0]
+
+
+def test_rows_that_come_in_together_are_bounded_in_tokens(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modules.microbatch.MAX_PREFILL_TOKENS", 20)
+    whole = generate(llama, requests(max_new_tokens=4), batch_size=6, eos_token_ids=NO_EOS)
+    for prompt, result in zip(prompts(), whole, strict=True):
+        assert result.token_ids == greedy_by_recomputing(llama, prompt, 4)[0]
 
 
 def test_generation_stops_at_any_of_several_eos_ids(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,192 @@
+"""Requests that run together in the rows of one cache; when one ends, the next takes its place.
+
+A micro-batch takes turns. A turn is the prefill of rows that have just come in, or one more token for every row. What
+was chosen in a turn is taken in at the beginning of the next: in a pipeline it comes from another process.
+
+Legend: B rows of a turn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modules.decode_graphs import DecodeGraphs
+from modules.decoder import Decoder
+from modules.requests import RunningRequest
+from modules.sampling import NonFiniteLogitsError, sample
+from modules.scoring import chosen_logprobs, logprobs_at, pad_right
+from modules.sparsity import BLOCKS, Block, Phase
+
+# Rows that come in together are run together up to so many tokens, padding included: bounds what a prefill needs.
+MAX_PREFILL_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the rows [B] of a turn do. Its message: B token ids, B log-probabilities, then the echoed prompts'."""
+
+    phase: Phase
+    rows: list[int]
+    message_size: int
+
+
+class Microbatch:
+    """`num_rows` rows of at most `max_seqlen` tokens. `rows[i]` is the request in row i; there are no gaps."""
+
+    def __init__(self, model: Decoder, num_rows: int, max_seqlen: int, *, counts_units: bool, use_graphs: bool) -> None:
+        self.model, self.num_rows, self.counts_units = model, num_rows, counts_units
+        self.rows: list[RunningRequest] = []
+        self.turn: Turn | None = None
+        if use_graphs:  # a multiple of 64, for the attention kernels
+            max_seqlen = min(-(-max_seqlen // 64) * 64, model.config.max_position_embeddings)
+        self.cache = model.new_cache(num_rows, max_seqlen)
+        self.graphs = DecodeGraphs(model, self.cache) if use_graphs else None
+        shape = (len(BLOCKS), 2, num_rows)  # of each kind of block and row: units computed, units in all
+        self._counts: dict[Phase, Tensor] = {}
+        if counts_units:
+            for phase in ("prefill", "decode"):
+                self._counts[phase] = torch.zeros(shape, dtype=torch.int64, device=model.device)
+
+    def admit(self, queue: deque[RunningRequest], ended: list[int]) -> None:
+        """Let requests in: into the rows of those that have ended, then behind the others; close the gaps that stay.
+
+        Sets `turn` to what is to be done next, None if there is nothing.
+        """
+        gaps, longest = sorted(ended), 0
+        fresh: list[int] = []
+        while queue and (gaps or len(self.rows) < self.num_rows):
+            longest = max(longest, queue[0].num_prompt)
+            if fresh and longest * (len(fresh) + 1) > MAX_PREFILL_TOKENS:
+                break
+            request = queue.popleft()
+            request.started_s = time.perf_counter()
+            row = gaps.pop(0) if gaps else len(self.rows)
+            self.rows[row : row + 1] = [request]
+            fresh.append(row)
+        for counts in self._counts.values():
+            counts[..., fresh] = 0
+        self._close(gaps)
+        self.turn = None
+        if fresh:
+            echoed = sum(self.rows[row].num_prompt - 1 for row in fresh if self.rows[row].request.echo)
+            self.turn = Turn("prefill", fresh, 2 * len(fresh) + echoed)
+        elif self.rows:
+            self.turn = Turn("decode", list(range(len(self.rows))), 2 * len(self.rows))
+
+    def _close(self, gaps: list[int]) -> None:
+        for gap in reversed(gaps):  # from the end, so that the last row is never a gap itself
+            last = len(self.rows) - 1
+            if gap != last:
+                self.rows[gap] = self.rows[last]
+                self.cache.move_row(last, gap, self.rows[gap].num_cached)
+                for counts in self._counts.values():
+                    counts[..., gap] = counts[..., last]
+            del self.rows[last]
+
+    def run(self) -> list[float] | None:
+        """Do the turn: its message where the head is, None elsewhere. ValueError names a request whose logits are
+        not finite."""
+        assert self.turn is not None
+        stats = self.model.stats
+        if self.counts_units and stats is not None:
+            shape = (2, len(self.turn.rows))
+            stats.row_counts = {
+                block: torch.zeros(shape, dtype=torch.int64, device=self.model.device) for block in BLOCKS
+            }
+        echoed: list[float] = []
+        if self.turn.phase == "prefill":
+            logits, echoed = self._prefill()
+        else:
+            logits, chosen = self._decode()
+            if chosen is not None and not any(row.request.sampling.temperature for row in self.rows):
+                token_ids, logprobs, finite = chosen.tolist()
+                if all(finite):
+                    return token_ids + logprobs
+        if self.counts_units and stats is not None:
+            thinned = [self.model.mlp(layer_idx).weights_read() for layer_idx in self.model.layers]
+            found = {**stats.row_counts}
+            if read := [rows for rows in thinned if rows is not None]:
+                found["mlp"] = torch.stack(read).sum(0)
+            self._counts[self.turn.phase][..., self.turn.rows] += torch.stack([found[block] for block in BLOCKS])
+            stats.row_counts = {}
+        if logits is None:
+            return None
+        token_ids = self._choose(logits)
+        return [*token_ids.tolist(), *chosen_logprobs(logits, token_ids).tolist(), *echoed]
+
+    def _prefill(self) -> tuple[Tensor | None, list[float]]:
+        assert self.turn is not None
+        rows = [self.rows[row] for row in self.turn.rows]
+        token_ids, lengths = pad_right([row.request.prompt_token_ids for row in rows], self.model.device)
+        cache = self.cache.fresh_rows(self.turn.rows)
+        hidden_states = self.model(token_ids, cache=cache, num_tokens=lengths, phase="prefill")
+        if not self.model.is_last:
+            return None, []
+        echoed: list[float] = []
+        for row, states in zip(rows, hidden_states, strict=True):
+            if row.request.echo:
+                targets = torch.as_tensor(row.request.prompt_token_ids, device=states.device)[1:]
+                echoed += logprobs_at(self.model, states[: row.num_prompt - 1], targets)[0].tolist()
+        steps = torch.arange(len(rows), device=lengths.device)
+        return self.model.logits(hidden_states[steps, lengths - 1]), echoed
+
+    def _decode(self) -> tuple[Tensor | None, Tensor | None]:
+        """Logits [B, V], and what a greedy choice among them is where that is known already (see CapturedStep)."""
+        token_ids, lengths = [row.token_ids[-1] for row in self.rows], [row.num_cached for row in self.rows]
+        if self.graphs is not None:
+            return self.graphs.run(token_ids, lengths)
+        inputs = torch.tensor([token_ids, lengths]).to(self.model.device)
+        cache = self.cache.first_rows(len(self.rows), inputs[1], max(lengths))
+        hidden_states = self.model(inputs[0][:, None], cache=cache, phase="decode")
+        return self.model.logits(hidden_states[:, 0]) if self.model.is_last else None, None
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        assert self.turn is not None
+        rows = [self.rows[row] for row in self.turn.rows]
+        try:
+            return sample(logits, [row.request.sampling for row in rows], [len(row.token_ids) for row in rows])
+        except NonFiniteLogitsError as error:
+            bad = [rows[row] for row in error.rows]
+            ids = [row.request_idx if row.request.request_id is None else row.request.request_id for row in bad]
+            raise ValueError(f"request {', '.join(map(repr, ids))}: {error}") from error
+
+    def take_in(self, message: list[float]) -> Iterator[tuple[RunningRequest, int, float]]:
+        """Give each row of the turn its token; yields (row, token id, log-probability) for those that wanted one."""
+        assert self.turn is not None
+        now_s, count = time.perf_counter(), len(self.turn.rows)
+        echoed = 2 * count
+        for place, idx in enumerate(self.turn.rows):
+            row = self.rows[idx]
+            if self.turn.phase == "prefill" and row.request.echo:
+                row.prompt_logprobs = [None, *message[echoed : echoed + row.num_prompt - 1]]
+                echoed += row.num_prompt - 1
+            if row.room == 0:
+                continue
+            if not row.token_ids:
+                row.first_token_s = now_s
+            token_id, logprob = int(message[place]), message[count + place]
+            row.token_ids.append(token_id)
+            row.logprobs.append(logprob)
+            yield row, token_id, logprob
+
+    def counts(self, row: int) -> list[float]:
+        """Numbers that add up over processes, for `densities`: what a row computed here, and what there was."""
+        if not self._counts:
+            return [0.0] * 8
+        phases = [self._counts[phase][..., row] for phase in ("decode", "prefill")]
+        return torch.stack(phases).flatten().tolist()
+
+
+def densities(counts: list[float]) -> dict[Block, float]:
+    """Share of units computed, from added-up `Microbatch.counts`: in decode steps, without any in the prompt."""
+    found: dict[Block, float] = {}
+    for place, block in enumerate(BLOCKS):
+        pairs = [counts[start + 2 * place : start + 2 * place + 2] for start in (0, 4)]
+        found[block] = next((active / units for active, units in pairs if units), 1.0)
+    return found
