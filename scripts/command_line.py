@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +22,11 @@ OUTPUT_CLOSED = 141
 
 
 def run_stage(
-    main: Callable[[Options], object], options_class: type[Options], args: Sequence[str] | None = None
+    main: Callable[[Options], object],
+    options_class: type[Options],
+    args: Sequence[str] | None = None,
+    *,
+    distributed: bool = False,
 ) -> None:
     """Runs `main(options)`, where the options come from the command line (or `args`).
 
@@ -28,26 +34,41 @@ def run_stage(
     value; an unknown flag exits with code 2. A ValueError or an OSError (bad flags, bad files) is one line on
     stderr and exit code 2, its traceback shown with LOGURU_LEVEL=DEBUG only. Any other exception is a fault
     of ours and keeps its traceback.
+
+    distributed: `main` knows how to share the work with the ranks that torchrun started (`current_launch`), and runs
+    on each of them. Then an error on one ends all, as `pipeline_parallel.launch` says.
     """
-    options = tyro.cli(
-        options_class,
-        args=args,
-        prog=_program_name(),
-        description=options_class.__doc__ or main.__doc__,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    # What is wrong before the ranks meet is wrong on all of them: said once a host.
+    unheard = io.StringIO() if os.environ.get("LOCAL_RANK", "0") != "0" else None
+    with contextlib.redirect_stderr(unheard or sys.stderr), contextlib.redirect_stdout(unheard or sys.stdout):
+        options = tyro.cli(
+            options_class,
+            args=args,
+            prog=_program_name(),
+            description=options_class.__doc__ or main.__doc__,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     configure_logging(quiet=bool(getattr(options, "quiet", False)))
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # Without an engine that shares the work, every rank would do all of it and write the same files.
-            raise ValueError("this stage runs in one process for now; start it without torchrun (NUM_GPUS=1)")
-        main(options)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            main(options)
+            return
+        if not distributed:
+            # Every rank would do all of the work and write the same files.
+            raise ValueError(
+                f"this stage runs in one process, and torchrun started {os.environ['WORLD_SIZE']}: "
+                "leave out torchrun (NUM_GPUS=1); collect, infer and evaluate run under it"
+            )
+        from pipeline_parallel import launch  # here, since it imports torch, which not every stage needs
+
+        with launch.distributed(getattr(options, "device", "auto"), explain=one_line):
+            main(options)
     except BrokenPipeError:  # whoever read our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(OUTPUT_CLOSED) from None
     except (ValueError, OSError) as error:
         logger.opt(exception=True).debug("the traceback of the error below")
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=unheard or sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -67,14 +88,19 @@ def one_line(error: BaseException) -> str:
 
 
 def configure_logging(*, quiet: bool = False) -> None:
-    """Logs to stderr: INFO and above (or the level in LOGURU_LEVEL), with `quiet` WARNING and above."""
-    level = "WARNING" if quiet else os.environ.get("LOGURU_LEVEL", "INFO")
+    """Logs to stderr: INFO and above (or the level in LOGURU_LEVEL), with `quiet` WARNING and above.
+
+    Of several ranks the first logs so, and the others as if quiet, with their rank before the message.
+    """
+    rank = os.environ.get("RANK", "0")
+    level = "WARNING" if quiet else os.environ.get("LOGURU_LEVEL", "INFO" if rank == "0" else "WARNING")
+    prefix = "" if rank == "0" else f"[rank {rank}] "
     logger.remove()
     # Through tqdm, so that a message does not cut a progress bar in two.
     logger.add(
         lambda message: tqdm.write(str(message), file=sys.stderr, end=""),
         level=level,
-        format="<level>{level: <7}</level> {message}",
+        format=f"<level>{{level: <7}}</level> {prefix}{{message}}",
         colorize=sys.stderr.isatty(),
     )
 
@@ -95,16 +121,17 @@ def progress(
     total: int | None = None,
     unit: str = "it",
 ) -> tqdm[Any]:
-    """A progress bar on stderr around `iterable`; none with `quiet`. Redrawn rarely where nobody watches.
+    """A progress bar on stderr around `iterable`; none with `quiet`, and of several ranks the first shows its own.
 
-    An empty tuple makes a bar of `total` steps that the caller moves with `update`.
+    Redrawn rarely where nobody watches. An empty tuple makes a bar of `total` steps that the caller moves with
+    `update`.
     """
     return tqdm(
         iterable,
         desc=description,
         total=total,
         unit=unit,
-        disable=quiet,
+        disable=quiet or os.environ.get("RANK", "0") != "0",
         file=sys.stderr,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15.0,

@@ -1,9 +1,10 @@
-"""Continue the prompts of a JSON-lines file, dense or sparse; one JSON line an answer.
+"""Continue the prompts of a JSON-lines file, dense or sparse, in one process or on many; one JSON line an answer.
 
 Input and output lines are described in `data.prompts`. A request's own options win over the flags; the flags win over
-the model's generation_config.json.
+the model's generation_config.json. Under torchrun the first rank alone reads the prompts and writes the answers.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 from loguru import logger
 
 from data.prompts import CompletionRecord, CompletionWriter, PromptRequest, check_option, read_prompts
-from modules.generation import generate
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams, mix_seed
+from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, ModelOptions, chat_token_ids, decode_text
 from scripts.selection_options import SelectionOptions
@@ -45,24 +46,65 @@ class Options(SelectionOptions, ModelOptions):
     """Each prompt is a user's message: put it into the model's chat template."""
     resume: bool = False
     """Keep the answers that the output already holds, and do the rest."""
-    tp_size: int = 1
-    """Ranks that share each layer."""
-    pp_size: int = 1
-    """Pipeline stages."""
+    warmup: bool = False
+    """Set everything up (libraries, CUDA graphs) before the first request instead of with it."""
 
 
 def main(options: Options) -> GenerationTimings:
     """Answer every prompt that has no answer yet; returns where the time went."""
-    for name in ("tp_size", "pp_size"):
-        if getattr(options, name) != 1:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} {getattr(options, name)} needs the parallel engine; this command runs one process"
-            )
-    requests = read_prompts(options.input)
     flags = {name: _flag(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")}
     loaded = options.load()
     stats = options.attach(loaded.model, seed=options.seed)
+    mesh = loaded.mesh
+    sparsity = (options.method, options.mlp_density, options.head_density, options.sparse_phases)
+    check_same_everywhere(mesh, "a sparsity flag", repr(sparsity))
+    work = mesh.from_rank_0(lambda: _prepare(options, flags, loaded))
+    with ExitStack() as stack:
+        # Opened after all prompts were read: what is wrong with one must not cost the answers already there.
+        writer = None
+        if mesh.rank == 0:
+            requests = [request for request, _ in work]
+            writer = CompletionWriter(options.output, requests, resume=options.resume, prompts_path=options.input)
+            stack.enter_context(writer)
+        unanswered = mesh.from_rank_0(lambda: {request.id for request in writer.pending} if writer else set())
+        pending = [(request, prepared) for request, prepared in work if request.id in unanswered]
+        if len(pending) < len(work):
+            logger.info(f"{len(work) - len(pending)} of {len(work)} prompts are answered already")
+        bar = stack.enter_context(progress((), "prompts", quiet=options.quiet, total=len(pending), unit="prompt"))
+
+        def finish(request_idx: int, result: GenerationResult) -> None:
+            assert writer is not None
+            writer.write(_record(pending[request_idx][0], result))
+            bar.update(1)
+
+        tokenizer = loaded.tokenizer
+        timings = GenerationTimings()
+        generate_on_mesh(
+            loaded.model,
+            mesh,
+            [prepared for _, prepared in pending],
+            batch_size=options.batch_size,
+            eos_token_ids=loaded.generation_defaults.eos_token_ids,
+            decode=None if tokenizer is None else lambda token_ids: decode_text(tokenizer, token_ids),
+            on_finish=finish,
+            timings=timings,
+            warm_up=options.warmup,
+        )
+    logger.info(
+        f"{len(pending)} answers in {options.output}: prefill {timings.prefill_tokens_per_s:.1f} tokens/s, "
+        f"decode {timings.decode_tokens_per_s:.1f} tokens/s"
+    )
+    if options.method != "dense":
+        calls = ", ".join(f"{number} {path}" for path, number in stats.executions().items())
+        logger.info(f"method {options.method}: block calls by path: {calls}")
+    return timings
+
+
+def _prepare(
+    options: Options, flags: dict[str, Any], loaded: LoadedModel
+) -> list[tuple[PromptRequest, GenerationRequest]]:
+    """All prompts, each as it was read and as it is run."""
+    requests = read_prompts(options.input)
     defaults = _defaults(flags, loaded)
     # A request without a seed has one of its own, so that equal prompts differ and --resume changes nothing.
     seeds = {request.id: mix_seed(options.seed, position) >> 1 for position, request in enumerate(requests)}
@@ -80,37 +122,7 @@ def main(options: Options) -> GenerationTimings:
             request_id=request.id,
         )
 
-    # All of them before the output is opened: what is wrong with a prompt must not cost the answers already there.
-    prepared = {request.id: prepare(request) for request in requests}
-    timings = GenerationTimings()
-    with CompletionWriter(options.output, requests, resume=options.resume, prompts_path=options.input) as writer:
-        pending = writer.pending
-        if len(pending) < len(requests):
-            logger.info(f"{len(requests) - len(pending)} of {len(requests)} prompts are answered already")
-        with progress((), "prompts", quiet=options.quiet, total=len(pending), unit="prompt") as bar:
-
-            def finish(request_idx: int, result: GenerationResult) -> None:
-                writer.write(_record(pending[request_idx], result))
-                bar.update(1)
-
-            tokenizer = loaded.tokenizer
-            generate(
-                loaded.model,
-                [prepared[request.id] for request in pending],
-                batch_size=options.batch_size,
-                eos_token_ids=loaded.generation_defaults.eos_token_ids,
-                decode=None if tokenizer is None else lambda token_ids: decode_text(tokenizer, token_ids),
-                on_finish=finish,
-                timings=timings,
-            )
-    logger.info(
-        f"{len(pending)} answers in {options.output}: prefill {timings.prefill_tokens_per_s:.1f} tokens/s, "
-        f"decode {timings.decode_tokens_per_s:.1f} tokens/s"
-    )
-    if options.method != "dense":
-        calls = ", ".join(f"{number} {path}" for path, number in stats.executions().items())
-        logger.info(f"method {options.method}: block calls by path: {calls}")
-    return timings
+    return [(request, prepare(request)) for request in requests]
 
 
 def _flag(options: Options, name: str) -> Any:
@@ -156,4 +168,4 @@ def _record(request: PromptRequest, result: GenerationResult) -> CompletionRecor
 
 
 if __name__ == "__main__":
-    run_stage(main, Options)
+    run_stage(main, Options, distributed=True)

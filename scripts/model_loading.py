@@ -17,7 +17,11 @@ import torch
 from loguru import logger
 
 from modules.checkpoint import load_model
+from modules.checkpoint_files import checkpoint_fingerprint
 from modules.decoder import Decoder
+from pipeline_parallel.engine import check_same_everywhere, parallelise
+from pipeline_parallel.launch import current_launch
+from pipeline_parallel.mesh import ParallelMesh
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -41,18 +45,35 @@ class ModelOptions:
     """Of everything random."""
     quiet: bool = False
     """No progress bars, warnings only."""
+    tp_size: int = 1
+    """Ranks that share each layer (tensor parallel)."""
+    pp_size: int = 1
+    """Pipeline stages; what tp and pp leave of torchrun's ranks is data parallel."""
 
     def load(self) -> LoadedModel:
-        """Load the model; ValueError or FileNotFoundError says what is wrong with the flags or the files."""
+        """Load this rank's part of the model; ValueError or FileNotFoundError says what is wrong with the flags or
+        the files (a collective call: the ranks must have been given the same model)."""
         if self.batch_size < 1:
             raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must lie in [0, 2**63), got {self.seed}")
-        device = resolve_device(self.device)
+        launch = current_launch()
+        mesh = ParallelMesh.from_process_group(self.tp_size, self.pp_size, launch.device or resolve_device(self.device))
+        if launch.watch is not None:
+            launch.watch.describe = mesh.describe
         directory = resolve_model(self.model)
-        model = load_model(directory, dtype=resolve_dtype(self.dtype), device=device)
-        logger.info(f"{self.model}: {model.config.num_hidden_layers} layers, {model.dtype} on {model.device}")
-        return LoadedModel(model=model, directory=directory, model_id=model_name(self.model))
+        if mesh.world_size > 1:
+            check_same_everywhere(mesh, f"--model {self.model}: the checkpoint", checkpoint_fingerprint(directory))
+        model = load_model(
+            directory,
+            dtype=resolve_dtype(self.dtype),
+            device=mesh.device,
+            prepare=lambda whole: parallelise(whole, mesh),
+        )
+        sizes = f" x {mesh.world_size}, tp {mesh.tp_size}, pp {mesh.pp_size}, dp {mesh.dp_size}"
+        where = f"{model.device.type}{sizes}" if mesh.world_size > 1 else model.device
+        logger.info(f"{self.model}: {model.config.num_hidden_layers} layers, {model.dtype} on {where}")
+        return LoadedModel(model=model, directory=directory, model_id=model_name(self.model), mesh=mesh)
 
 
 def model_name(model: str) -> str:
@@ -149,11 +170,12 @@ def read_generation_defaults(directory: Path, model: Decoder) -> GenerationDefau
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model and what lies beside it. `model_id` is its name in records."""
+    """A model, or this rank's part of it, and what lies beside it. `model_id` is its name in records."""
 
     model: Decoder
     directory: Path
     model_id: str
+    mesh: ParallelMesh
 
     @cached_property
     def tokenizer(self) -> Any | None:

@@ -1,5 +1,6 @@
 # Sourced by the stages' .sh files. `use_preset NAME STAGE` sets run_dir, checkpoint, train_corpus, test_corpus and
-# max_tokens; `run_python STAGE FLAGS...` prints the Python command and runs it, under torchrun if NUM_GPUS > 1.
+# max_tokens; `run_python STAGE FLAGS...` prints the Python command and runs it, under torchrun if NUM_GPUS > 1 or
+# NNODES > 1. Then start the same on each of the NNODES hosts, with RDZV_ENDPOINT=HOST:PORT of one of them.
 
 preset_names="SmolLM2 Llama-3.2-3B Llama-3.1-8B OPT-125M OPT-6.7B"
 
@@ -37,9 +38,14 @@ run_python() {
     # PYTHON may name what .venv was made with; the packages are in .venv.
     if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
     command=("$python")
-    if [ "${NUM_GPUS:-1}" -gt 1 ]; then
+    if [ "${NNODES:-1}" -gt 1 ]; then
+        command+=(-m torch.distributed.run --nnodes "$NNODES" --nproc-per-node "${NUM_GPUS:-1}")
+        command+=(--rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?give HOST:PORT of one of the hosts}")
+    elif [ "${NUM_GPUS:-1}" -gt 1 ]; then
         command+=(-m torch.distributed.run --standalone --nproc-per-node "$NUM_GPUS")
     fi
+    # Without it torch prints a C++ backtrace for every connection that a failed rank leaves open.
+    export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
     command+=(-m "scripts.$stage" "$@")
     { printf '+' && printf ' %q' "${command[@]}" && printf '\n'; } >&2
     "${command[@]}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
+from pipeline_parallel.engine import exchange_of
 from scripts.command_line import progress
 
 if TYPE_CHECKING:
@@ -71,7 +72,10 @@ def write_documents(
                 batch_size=BATCH_SIZE,
                 eos_token_ids=loaded.generation_defaults.eos_token_ids,
                 on_token=lambda request_idx, token_id, logprob: bar.update(1),
+                exchange=exchange_of(loaded.mesh),
             )
+            # Every replica writes; the first one's text is everybody's, should a rounding have made them differ.
+            results = loaded.mesh.gather(results)[0]
             for (_, kept), result in zip(starts, results, strict=True):
                 if result.error is not None:
                     raise ValueError(f"corpus self: {result.error}")

@@ -92,6 +92,43 @@ def test_quiet_leaves_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert "for your information" in loud and "steps: 100%" in loud
 
 
+def test_a_stage_that_does_not_share_its_work_refuses_several_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    seen: list[StageOptions] = []
+    for local_rank in ("0", "3"):  # said once a host, not once a rank
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit) as stopped:
+            run_stage(seen.append, StageOptions, [])
+        assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: this stage runs in one process, and torchrun started 4: ")
+    assert error.count("\n") == 1 and "collect, infer and evaluate run under it" in error
+    assert seen == []
+
+
+def test_a_bad_flag_is_said_once_a_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for flags in (["--mlp-densty", "0.5"], ["--help"]):
+        with pytest.raises(SystemExit):
+            run_stage(print, StageOptions, flags)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_other_ranks_than_the_first_show_warnings_with_their_rank_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(options: StageOptions) -> None:
+        logger.info("for your information")
+        logger.warning("take care")
+        assert list(progress(range(3), "steps")) == [0, 1, 2]
+
+    monkeypatch.setenv("RANK", "2")
+    run_stage(main, StageOptions, [])
+    assert capsys.readouterr().err == "WARNING [rank 2] take care\n"
+
+
 def test_system_errors_without_a_file_keep_their_message() -> None:
     assert one_line(OSError("the disk is full")) == "the disk is full"
 

@@ -159,7 +159,7 @@ def test_resume_keeps_the_answers_and_completes_the_rest(
         generated.append(len(requests))
         return generate(model, requests, **arguments)
 
-    monkeypatch.setattr(scripts.infer, "generate", counting_generate)
+    monkeypatch.setattr("pipeline_parallel.engine.generate", counting_generate)
     assert infer(folder, tmp_path, *lines, resume=True, **options) == whole
     assert generated == [3]
     assert infer(folder, tmp_path, *lines, resume=True, **options) == whole, "nothing left to do"
@@ -215,8 +215,9 @@ def test_chat_puts_the_prompt_into_the_template(folder: Path, bare_folder: Path,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp_size": 2}, "--tp-size 2 needs the parallel engine"),
-        ({"pp_size": 3}, "--pp-size 3 needs the parallel engine"),
+        ({"tp_size": 2}, "--tp-size 2 times --pp-size 1 is 2, but 1 process runs"),
+        ({"pp_size": 3}, "--tp-size 1 times --pp-size 3 is 3, but 1 process runs"),
+        ({"tp_size": 0}, "--tp-size must be at least 1, got 0"),
         ({"temperature": -1.0}, "--temperature"),
         ({"top_k": 0}, "--top-k"),
         ({"top_p": 1.5}, "--top-p"),

@@ -1,0 +1,97 @@
+"""What ranks say to each other: sums and joins within a tensor-parallel group, hand-offs along the pipeline."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modules.normalization import Norm, add_norm, residual_dtype
+from pipeline_parallel.mesh import ParallelMesh
+
+# Renamed after torch 2.11; the old name warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather_last(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[..., n] on each of W ranks -> [..., W * n] on all of them, in order of ranks."""
+    size = group.size()
+    flat = states.reshape(-1, states.shape[-1]).contiguous()
+    joined = flat.new_empty(size * flat.shape[0], flat.shape[1])
+    _all_gather(joined, flat, group=group)
+    return joined.view(size, *flat.shape).permute(1, 0, 2).reshape(*states.shape[:-1], size * states.shape[-1])
+
+
+class ReducingAddNorm:
+    """The residual junction under tensor parallelism: the ranks' partial sums are added up first, in float32."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        *,
+        pre_norm: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """As `modules.normalization.add_norm`; `partial` is this rank's part of the sum and may be overwritten."""
+        partial = partial.to(residual_dtype(partial.dtype)).contiguous()
+        dist.all_reduce(partial, group=self.group)
+        return add_norm(partial, residual, norm, bias, pre_norm=pre_norm, dtype=dtype)
+
+
+class HandOff:
+    """Sends and receives along one pipeline, through buffers that are kept.
+
+    Two buffers take turns in sending, so that a stage computes on while its last result is on its way; a buffer is
+    written again only when its send is done.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.mesh = mesh
+        self._outgoing = [self._empty(0), self._empty(0)]
+        self._sends: list[dist.Work | None] = [None, None]
+        self._incoming = self._empty(0)
+        self._turn = 0
+
+    def send(self, parts: list[Tensor]) -> None:
+        """Hand tensors to the next stage, the widest type first (so that all are aligned)."""
+        slot = self._turn
+        self._turn = 1 - self._turn
+        pending = self._sends[slot]
+        if pending is not None:
+            pending.wait()
+        num_bytes = sum(part.numel() * part.itemsize for part in parts)
+        if self._outgoing[slot].numel() < num_bytes:
+            self._outgoing[slot] = self._empty(num_bytes)
+        buffer = self._outgoing[slot][:num_bytes]
+        torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts], out=buffer)
+        target = self.mesh.rank_at(pp_rank=self.mesh.pp_rank + 1)
+        self._sends[slot] = dist.isend(buffer, dst=target, group=self.mesh.pp_group)
+
+    def receive(self, dtypes: list[torch.dtype], shape: tuple[int, ...]) -> list[Tensor]:
+        """Tensors of `shape` from the stage before; they stay valid until the next call."""
+        numel = torch.Size(shape).numel()
+        sizes = [numel * dtype.itemsize for dtype in dtypes]
+        if self._incoming.numel() < sum(sizes):
+            self._incoming = self._empty(sum(sizes))
+        buffer = self._incoming[: sum(sizes)]
+        source = self.mesh.rank_at(pp_rank=self.mesh.pp_rank - 1)
+        work = dist.irecv(buffer, src=source, group=self.mesh.pp_group)
+        assert work is not None
+        work.wait()
+        return [part.view(dtype).view(shape) for part, dtype in zip(buffer.split(sizes), dtypes, strict=True)]
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        for pending in self._sends:
+            if pending is not None:
+                pending.wait()
+        self._sends = [None, None]
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.mesh.device)

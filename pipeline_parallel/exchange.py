@@ -1,0 +1,113 @@
+"""How the processes of one replica stay together while they generate: what was chosen, and what each has counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline_parallel.mesh import ParallelMesh
+from pipeline_parallel.schedule import stage_order
+
+COUNTS_TAG = 1 << 20  # messages of a micro-batch have its number as their tag
+
+
+@dataclass
+class _Owed:
+    """A report that waits for the other ranks' counts."""
+
+    turn: int
+    total: Tensor
+    arriving: list[tuple[Tensor, dist.Work]]
+    report: Callable[[list[float]], None]
+
+
+class ReplicaExchange:
+    """See `modules.generation.TokenExchange`. Messages are few bytes that hosts read, so they go over gloo.
+
+    The last stage tells the others of its column (all ranks of a stage choose alike). Counts are added up on the
+    replica's leader, which reports when all have come, at most one round of turns late; other ranks report their own.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.mesh = mesh
+        self.num_microbatches = mesh.pp_size
+        self._own: dict[int, list[float]] = {}
+        self._sends: dict[int, list[dist.Work]] = {}
+        self._count_sends: list[tuple[Tensor, dist.Work]] = []
+        self._owed: deque[_Owed] = deque()
+        self._turn = self._round = 0
+
+    def order(self, num_microbatches: int) -> Iterator[int]:
+        """See TokenExchange."""
+        self._round = num_microbatches
+        for _, microbatch in stage_order(self.mesh.pp_size, num_microbatches, self.mesh.pp_rank):
+            self._turn += 1
+            self._report(before=self._turn - self._round)
+            yield microbatch
+
+    def publish(self, microbatch: int, message: list[float]) -> None:
+        """See TokenExchange."""
+        for work in self._sends.pop(microbatch, []):
+            work.wait()
+        self._own[microbatch] = message
+        payload = torch.tensor(message, dtype=torch.float64)
+        self._sends[microbatch] = [
+            _sent(payload, self.mesh.rank_at(pp_rank=stage), microbatch, self.mesh.pp_group)
+            for stage in range(self.mesh.pp_size - 1)
+        ]
+
+    def receive(self, microbatch: int, size: int) -> list[float]:
+        """See TokenExchange."""
+        if microbatch in self._own:
+            return self._own[microbatch]
+        buffer = torch.empty(size, dtype=torch.float64)
+        dist.recv(buffer, self.mesh.rank_at(pp_rank=self.mesh.pp_size - 1), self.mesh.pp_group, microbatch)
+        return buffer.tolist()
+
+    def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
+        """See TokenExchange."""
+        own = torch.tensor(counts, dtype=torch.float64)
+        leader, *others = self.mesh.replica_ranks()
+        if self.mesh.rank != leader:
+            self._count_sends.append((own, _sent(own, leader, COUNTS_TAG, None)))
+            report(counts)
+            return
+        arriving = []
+        for rank in others:
+            buffer = torch.empty_like(own)
+            work = dist.irecv(buffer, rank, tag=COUNTS_TAG)
+            assert work is not None
+            arriving.append((buffer, work))
+        self._owed.append(_Owed(self._turn, own, arriving, report))
+
+    def finish(self) -> None:
+        """See TokenExchange."""
+        self._report(before=self._turn + 1)
+        for works in self._sends.values():
+            for work in works:
+                work.wait()
+        for _, work in self._count_sends:
+            work.wait()
+        self._own.clear()
+        self._sends.clear()
+        self._count_sends.clear()
+
+    def _report(self, before: int) -> None:
+        # A round later all stages have been where the counts were sent, so this hardly waits.
+        while self._owed and self._owed[0].turn < before:
+            owed = self._owed.popleft()
+            for buffer, work in owed.arriving:
+                work.wait()
+                owed.total += buffer
+            owed.report(owed.total.tolist())
+
+
+def _sent(payload: Tensor, rank: int, tag: int, group: dist.ProcessGroup | None) -> dist.Work:
+    work = dist.isend(payload, rank, group, tag)
+    assert work is not None
+    return work

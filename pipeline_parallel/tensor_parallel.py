@@ -1,0 +1,191 @@
+"""Tensor parallelism, applied to a decoder from outside (Shoeybi et al. 2019, Megatron-LM, section 3).
+
+Queries, keys, values, gate and up are cut by output (column parallel), the output projections by input (row parallel),
+so each half-block ends in a partial sum which the residual junction adds up over the ranks: one all-reduce a half-block
+and one for the embeddings. The vocabulary is cut too; logits are joined, so every rank chooses the same token.
+
+Legend: V vocabulary, W ranks, U units of a block on one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modules.attention import Attention
+from modules.decoder import Decoder
+from modules.mlp import Mlp
+from modules.projections import project
+from modules.shards import Shard
+from modules.sparsity import UnitShard
+from pipeline_parallel.communication import ReducingAddNorm, all_gather_last
+from pipeline_parallel.head_plan import HeadPlan, plan_heads
+from pipeline_parallel.mesh import ParallelMesh
+
+
+class ShardedEmbedding(nn.Module):
+    """Rows [first, first + num_real) of a token embedding: zeros for tokens of other ranks, to be added up."""
+
+    def __init__(self, first: int, num_real: int, weight: Tensor) -> None:
+        super().__init__()
+        self.first, self.num_real = first, num_real
+        self.weight = weight  # a parameter, kept under its old name
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, width]."""
+        local = token_ids - self.first
+        here = (local >= 0) & (local < self.num_real)
+        return F.embedding(local.where(here, 0), self.weight).masked_fill(~here[..., None], 0)
+
+
+class ShardedHead(nn.Module):
+    """The head's rows of one rank; logits are joined over the ranks, those of padding cut off."""
+
+    def __init__(self, vocab_size: int, weight: Tensor, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.vocab_size, self.group = vocab_size, group
+        self.weight = weight  # a parameter, kept under its old name
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[..., width] -> [..., V]."""
+        assert self.group is not None
+        return all_gather_last(project(hidden_states, self.weight.t()), self.group)[..., : self.vocab_size]
+
+
+def even_range(total: int, rank: int, size: int) -> tuple[int, int, int]:
+    """(start, stop, width): equal blocks of `width` of which the last ones may be short, or empty."""
+    width = -(-total // size)
+    return min(rank * width, total), min((rank + 1) * width, total), width
+
+
+def apply_tensor_parallel(model: Decoder, mesh: ParallelMesh) -> None:
+    """Cut a decoder on `meta` to this rank's part, noting in `model.shards` what each parameter is a part of.
+
+    ValueError for more ranks than heads.
+    """
+    if mesh.tp_size == 1:
+        return
+    config = model.config
+    plan = plan_heads(config.num_attention_heads, config.num_key_value_heads, mesh.tp_size)
+    for layer_idx in model.layers:
+        place = f"half_blocks.{2 * layer_idx}.block"
+        _cut_attention(model, place, model.attention(layer_idx), plan, mesh)
+        _cut_mlp(model, f"half_blocks.{2 * layer_idx + 1}.block", model.mlp(layer_idx), mesh)
+    _cut_vocabulary(model, mesh)
+    if mesh.tp_group is not None:  # a mesh without groups only tells shapes and slices
+        model.add_norm = ReducingAddNorm(mesh.tp_group)
+
+
+def _cut(model: Decoder, name: str, shard: Shard) -> None:
+    """Replace a parameter on `meta` by one of the shard's shape."""
+    module, _, kind = name.rpartition(".")
+    owner = model.get_submodule(module)
+    full = getattr(owner, kind)
+    assert full.is_meta, f"{name}: tensor parallelism is applied to a decoder on meta"
+    setattr(owner, kind, nn.Parameter(full.new_empty(shard.local_shape(tuple(full.shape)))))
+    model.shards[name] = shard
+
+
+def _cut_rows(model: Decoder, place: str, names: tuple[str, ...], shard: Shard) -> None:
+    """The same rows of several projections of a block, and of their biases."""
+    block = model.get_submodule(place)
+    for name in names:
+        projection = getattr(block, name)
+        if projection is None:
+            continue
+        _cut(model, f"{place}.{name}.weight", shard)
+        if getattr(projection, "bias", None) is not None:
+            _cut(model, f"{place}.{name}.bias", shard)
+
+
+def _shard(start: int, stop: int, size: int, full_size: int) -> Shard:
+    return Shard(0, ((start, stop),) if stop > start else (), size, full_size)
+
+
+def _cut_attention(model: Decoder, place: str, block: Attention, plan: list[HeadPlan], mesh: ParallelMesh) -> None:
+    config, mine = model.config, plan[mesh.tp_rank]
+    first, last = (position * config.head_dim for position in mine.query_heads)
+    query_size = mine.num_groups * mine.queries_per_group * config.head_dim
+    queries = _shard(first, last, query_size, config.num_attention_heads * config.head_dim)
+    _cut_rows(model, place, ("q_proj", "o_proj"), queries)
+    start, stop = (mine.groups[0], mine.groups[-1] + 1) if mine.groups else (0, 0)
+    keys = _shard(
+        start * config.head_dim,
+        stop * config.head_dim,
+        mine.num_groups * config.head_dim,
+        config.num_key_value_heads * config.head_dim,
+    )
+    _cut_rows(model, place, ("k_proj", "v_proj"), keys)
+    block.num_units, block.queries_per_group = mine.num_groups, mine.queries_per_group
+    block.query_heads = mine.query_heads
+    held = [share.groups + (-1,) * (share.num_groups - len(share.groups)) for share in plan]
+    counted = [share.is_first_holder for share in plan]
+    block.units = _units(config.num_key_value_heads, held, counted, mesh)
+
+
+def _cut_mlp(model: Decoder, place: str, block: Mlp, mesh: ParallelMesh) -> None:
+    total = model.config.intermediate_size
+    ranges = [even_range(total, rank, mesh.tp_size) for rank in range(mesh.tp_size)]
+    start, stop, width = ranges[mesh.tp_rank]
+    _cut_rows(model, place, ("gate_proj", "up_proj", "down_proj"), _shard(start, stop, width, total))
+    block.num_units = width
+    held = [tuple(range(first, last)) + (-1,) * (width - (last - first)) for first, last, _ in ranges]
+    block.units = _units(total, held, [True] * mesh.tp_size, mesh)
+
+
+def _cut_vocabulary(model: Decoder, mesh: ParallelMesh) -> None:
+    config = model.config
+    start, stop, width = even_range(config.vocab_size, mesh.tp_rank, mesh.tp_size)
+    shard = _shard(start, stop, width, config.vocab_size)
+    if model.is_first:
+        _cut(model, "embeddings.tokens.weight", shard)
+        tokens: Any = ShardedEmbedding(start, stop - start, model.embeddings.tokens.weight)
+        model.embeddings.tokens = tokens
+        if mesh.tp_rank > 0:
+            model.embeddings.positions = None  # added once
+    if model.is_last:
+        if model.is_first and config.tie_word_embeddings:
+            model.lm_head.weight = model.embeddings.tokens.weight
+            model.shards["lm_head.weight"] = shard
+        else:
+            _cut(model, "lm_head.weight", shard)
+        head: Any = ShardedHead(config.vocab_size, model.lm_head.weight, mesh.tp_group)
+        model.lm_head = head
+
+
+def _units(num_units: int, held: list[tuple[int, ...]], counted: list[bool], mesh: ParallelMesh) -> UnitShard:
+    """What `held[rank]` says each rank has (-1: padding), as this rank's UnitShard."""
+    width, mine = len(held[0]), held[mesh.tp_rank]
+    places: dict[int, int] = {}  # unit -> its first place among the joined columns of all ranks
+    for rank, units in enumerate(held):
+        for column, unit in enumerate(units):
+            if unit >= 0:
+                places.setdefault(unit, rank * width + column)
+    firsts = torch.tensor([places[unit] for unit in range(num_units)], device=mesh.device)
+    owners = torch.tensor([unit for units in held for unit in units], device=mesh.device)
+
+    def joined(scores: Tensor) -> Tensor:
+        assert mesh.tp_group is not None
+        return all_gather_last(scores, mesh.tp_group)
+
+    def gather(scores: Tensor) -> Tensor:
+        return joined(scores)[..., firsts]
+
+    def gather_norms(scores: Tensor) -> Tensor:
+        squares = joined(scores).square().masked_fill(owners < 0, 0)
+        total = squares.new_zeros(*squares.shape[:-1], num_units)
+        return total.index_add_(-1, owners.clamp(min=0), squares).sqrt_()
+
+    local = torch.tensor(mine, device=mesh.device)
+    return UnitShard(
+        num_units=num_units,
+        local=local,
+        counted=(local >= 0) & counted[mesh.tp_rank],
+        gather=gather,
+        gather_norms=gather_norms,
+        is_first=mesh.tp_rank == 0,
+    )

@@ -1,0 +1,214 @@
+"""The infer stage on several real processes: the file of one process, and what is left of it when a rank fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from scripts.infer import Options, main
+from tests.modules.tiny_models import KINDS, LLAMA, random_tokens, save_hf_folder
+from tests.pipeline_parallel.launching import Ended, Started, start_ranks, start_torchrun, wait_all
+
+WORKER = str(Path(__file__).with_name("infer_on_rank.py"))
+LIMIT_S = 30.0  # within which a failure has ended all ranks
+TOKENS_EACH = 40
+BROKEN_TOKEN = 77
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokens are words."""
+    folder = tmp_path_factory.mktemp("model")
+    save_hf_folder(folder, LLAMA)
+    vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(128))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def many_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More than a few seconds' work with a batch of one, half of it sampled."""
+    prompts = [
+        {"prompt_token_ids": ids[: 1 + place % 9], "id": f"p{place}", "temperature": float(place % 2)}
+        for place, ids in enumerate(random_tokens(300, 9).tolist())
+    ]
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "many.jsonl", prompts)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, many_prompts: Path) -> list[dict[str, Any]]:
+    """The answers to `many_prompts` from one process that nothing disturbs."""
+    return in_one_process(model, many_prompts, many_prompts.with_name("whole.jsonl"), max_new_tokens=TOKENS_EACH)
+
+
+def write_prompts(path: Path, prompts: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return path
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The lines of an output file, each of which must be whole."""
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def in_one_process(model: Path, prompts: Path, output: Path, **options: Any) -> list[dict[str, Any]]:
+    main(Options(model=str(model), input=prompts, output=output, device="cpu", quiet=True, **options))
+    return read_answers(output)
+
+
+def arguments(model: Path | str, prompts: Path, output: Path | str, *more: str) -> list[str]:
+    files = ["--model", str(model), "--input", str(prompts), "--output", str(output)]
+    return [*files, "--device", "cpu", "--quiet", "--max-new-tokens", str(TOKENS_EACH), *more]
+
+
+def wait_for_answers(path: Path, number: int, ranks: list[Started]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        assert time.monotonic() < deadline and all(one.process.poll() is None for one in ranks), wait_all(ranks, 1)
+        time.sleep(0.01)
+
+
+def only_error(ended: list[Ended]) -> str:
+    """The one line that all ranks together have said; none of them has ended well."""
+    assert 0 not in [one.exit_code for one in ended]
+    lines = "".join(one.stderr for one in ended).splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Equal answers in equal order; of log-probabilities 1e-4 may differ."""
+    assert [answer["id"] for answer in found] == [answer["id"] for answer in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-4)
+        assert {**ours, "logprobs": None} == {**theirs, "logprobs": None}
+
+
+def assert_part_of(answers: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
+    """Each answer is that of the whole run, none is there twice, and some are missing."""
+    known = {answer["id"]: answer for answer in whole}
+    assert_same(answers, [known[answer["id"]] for answer in answers])
+    assert 0 < len({answer["id"] for answer in answers}) == len(answers) < len(whole)
+
+
+def test_under_torchrun_the_file_is_that_of_one_process(model: Path, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"prompt": "w1 w2 w3"},
+        {"prompt": "w4", "id": "sampled", "temperature": 1.0, "seed": 7},
+        {"prompt": "w5 " * 65, "id": "too long"},
+        {"prompt_token_ids": [9, 8, 7, 6, 5], "top_k": 5, "temperature": 0.7},
+        {"prompt": "w6 w7", "id": "scored only", "max_new_tokens": 0},
+        {"prompt": "w7", "id": "stopped"},
+        {"prompt": "w8 w9", "max_new_tokens": 1},
+    ]
+    plain = in_one_process(model, write_prompts(tmp_path / "prompts.jsonl", lines), tmp_path / "plain.jsonl")
+    words = plain[5]["text"].split()
+    lines[5]["stop"] = f"{words[2]} {words[3]}"  # of two tokens
+    prompts = write_prompts(tmp_path / "prompts.jsonl", lines)
+    expected = in_one_process(model, prompts, tmp_path / "one.jsonl", echo=True, max_new_tokens=TOKENS_EACH)
+    reasons = {answer["id"]: answer["finish_reason"] for answer in expected}
+    assert (reasons["too long"], reasons["stopped"], reasons["scored only"]) == ("error", "stop", "length")
+    more = ["--tp-size", "2", "--echo", "--batch-size", "2", "--warmup"]
+    (ended,) = wait_all(
+        [start_torchrun(["-m", "scripts.infer", *arguments(model, prompts, tmp_path / "out.jsonl", *more)], 4)], 90
+    )
+    assert ended.exit_code == 0, ended.stderr
+    assert_same(read_answers(tmp_path / "out.jsonl"), expected)
+
+
+def test_after_a_rank_was_killed_resume_completes_the_file_in_one_process(
+    model: Path, many_prompts: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    more = ["--tp-size", "2", "--batch-size", "1"]
+    ranks = start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, output, *more)], 2)
+    wait_for_answers(output, 5, ranks)
+    ranks[1].process.kill()
+    ended = wait_all(ranks, LIMIT_S)
+    assert ended[1].exit_code == -signal.SIGKILL
+    assert only_error(ended).startswith("error: rank 1 (tp 1): has not been heard of for ")
+    assert_part_of(read_answers(output), uninterrupted)
+    answers = in_one_process(model, many_prompts, output, resume=True, max_new_tokens=TOKENS_EACH)
+    assert_same(answers, uninterrupted)
+
+
+def test_what_a_replica_had_answered_is_kept_when_one_of_its_ranks_is_killed(
+    model: Path, many_prompts: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    more = ["--tp-size", "2", "--batch-size", "1"]
+    ranks = start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, output, *more)], 4)
+    wait_for_answers(output, 8, ranks)
+    ranks[2].process.kill()
+    error = only_error(wait_all(ranks, LIMIT_S))
+    assert error.startswith("error: rank 2 (tp 0, dp 1): has not been heard of for ")
+    answers = read_answers(output)
+    assert_part_of(answers, uninterrupted)
+    places = {int(answer["id"].removeprefix("p")) % 2 for answer in answers}
+    assert places == {0, 1}, "answers of both replicas"
+
+
+def test_a_request_that_breaks_in_mid_run_is_named_with_its_rank(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    save_hf_folder(broken, KINDS["opt-untied"])
+    weights = load_file(broken / "model.safetensors")
+    weights["model.decoder.embed_tokens.weight"][BROKEN_TOKEN] = 1e38  # finite, but not the sum of a row
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    lines = [{"prompt_token_ids": [5 + place], "max_new_tokens": 1} for place in range(6)]
+    lines[4]["prompt_token_ids"] = [BROKEN_TOKEN]
+    prompts, output = write_prompts(tmp_path / "prompts.jsonl", lines), tmp_path / "out.jsonl"
+    more = ["--pp-size", "2", "--batch-size", "2"]
+    ended = wait_all(start_ranks(["-m", "scripts.infer", *arguments(broken, prompts, output, *more)], 2), 60)
+    assert only_error(ended).startswith("error: rank 1 (pp 1): request 5: ")
+    answers = read_answers(output)
+    assert [answer["id"] for answer in answers] in ([1, 2], [1, 2, 3], [1, 2, 3, 4])
+
+
+def test_on_a_full_disk_rank_0_names_the_file_and_resume_completes_it(
+    model: Path, many_prompts: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    limit = {"MAX_FILE_BYTES_RANK_0": "10000"}
+    ended = wait_all(start_ranks([WORKER, *arguments(model, many_prompts, output, "--tp-size", "2")], 2, limit), 60)
+    assert only_error(ended) == f"error: rank 0 (tp 0): {output}: File too large"
+    assert output.stat().st_size <= 10000
+    assert_part_of(read_answers(output), uninterrupted)
+    answers = in_one_process(model, many_prompts, output, resume=True, max_new_tokens=TOKENS_EACH)
+    assert_same(answers, uninterrupted)
+
+
+def test_a_full_device_is_one_line_also_for_answers_of_another_replica(model: Path, many_prompts: Path) -> None:
+    ended = wait_all(start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, "/dev/full")], 2), 60)
+    assert only_error(ended) == "error: rank 0 (dp 0): /dev/full: No space left on device"
+
+
+def test_another_checkpoint_on_one_rank_is_refused(model: Path, many_prompts: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model0")
+    save_hf_folder(tmp_path / "model1", LLAMA, seed=1)
+    given = arguments(tmp_path / "model{rank}", many_prompts, tmp_path / "out.jsonl", "--tp-size", "2")
+    error = only_error(wait_all(start_ranks([WORKER, *given], 2), 60))
+    assert "the checkpoint of rank 1 is not that of rank 0" in error
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_bad_prompts_file_is_one_line_and_leaves_the_output_alone(model: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "w1"}\n{oops\n')
+    output.write_text("earlier answers\n")
+    ended = wait_all(start_ranks(["-m", "scripts.infer", *arguments(model, prompts, output, "--pp-size", "2")], 2), 60)
+    assert [one.exit_code for one in ended] == [2, 1]
+    assert only_error(ended).startswith(f"error: rank 0 (pp 0): {prompts} line 2: not JSON")
+    assert output.read_text() == "earlier answers\n"
