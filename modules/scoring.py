@@ -71,7 +71,8 @@ def score_tokens(
     """Scores every sequence of `token_ids` ([B, T] or ragged), `batch_size` of similar length at a time.
 
     Raises ValueError for a sequence that does not fit the context, an id outside the vocabulary, or logits that are
-    not finite (the sequence's place in the list is named).
+    not finite (the sequence's place in the list is named). A pipeline stage without the head does its part of the
+    work and returns empty scores.
     """
     sequences = token_ids.tolist() if isinstance(token_ids, Tensor) else [list(ids) for ids in token_ids]
     for idx, sequence in enumerate(sequences):
@@ -87,6 +88,8 @@ def score_tokens(
         # A sequence's last token conditions nothing that is scored, so it is not run.
         padded, lengths = pad_right([sequences[i][:-1] for i in batch], model.device)
         hidden_states = model(padded, num_tokens=lengths, phase="prefill")
+        if not model.is_last:  # on to the next batch, while later stages work on this one
+            continue
         real = torch.arange(padded.shape[1], device=model.device) < lengths[:, None]
         targets = torch.tensor([token for i in batch for token in sequences[i][1:]], device=model.device)
         logprobs, firsts = logprobs_at(model, hidden_states[real], targets)
@@ -125,6 +128,11 @@ class Window:
 
     token_ids: list[int]
     num_context: int
+
+    @property
+    def num_scored(self) -> int:
+        """The others."""
+        return len(self.token_ids) - self.num_context
 
 
 def score_windows(token_ids: Sequence[int], window: int, stride: int | None = None) -> Iterator[Window]:
@@ -203,7 +211,7 @@ def windows_likelihood(
     batch_size: int = 1,
     on_window: Callable[[Window, Likelihood], object] | None = None,
 ) -> Likelihood:
-    """Likelihood of windows of any texts, `batch_size` of them run together."""
+    """Likelihood of windows of any texts, `batch_size` run together; on a stage without the head that of none."""
     pending, total = iter(windows), Likelihood()
     while batch := list(islice(pending, batch_size)):
         found = score_tokens(model, [piece.token_ids for piece in batch], batch_size=batch_size)

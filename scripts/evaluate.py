@@ -1,9 +1,10 @@
-"""Score a model, dense and sparse in one process: perplexity, achieved densities, recall and precision, decode speed.
+"""Score a model, dense and sparse in one run: perplexity, achieved densities, recall and precision, decode speed.
 
 Dense is always run first and is the baseline of every record. Several methods and densities may be given; each
-pair is one sparse run.
+pair is one sparse run. Under torchrun all ranks take part and the first one writes the records.
 """
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +18,15 @@ from loguru import logger
 
 from analysis.results import Record, append_record, make_record
 from data.corpora import iter_documents, parse_corpus, token_documents
-from modules.decoder import Decoder
 from modules.generation import generate
 from modules.requests import GenerationRequest, GenerationTimings
 from modules.scoring import Likelihood, check_window, score_windows, windows_likelihood
 from modules.sparsity import BLOCKS, SparsityStats
+from pipeline_parallel.engine import check_same_everywhere, exchange_of
 from scripts.command_line import progress, run_stage
-from scripts.model_loading import ModelOptions
+from scripts.model_loading import LoadedModel, ModelOptions
 from sparse_predictor.cost import mlp_bytes_share, thinned_densities
-from sparse_predictor.metrics import SelectionQuality, measure_selection
+from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Method, Selection, SparsePhases, attach_selection, remove_sparsity
 
 TASKS = ("perplexity",)
@@ -35,7 +36,7 @@ LEAST = {"max_windows": 1, "max_tokens": 1, "quality_windows": 0, "decode_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """Score a model, dense and sparse in one process."""
+    """Score a model, dense and sparse in one run."""
 
     output: Path
     """JSON lines; records are appended."""
@@ -71,87 +72,88 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class Score:
-    """One run over the text."""
+    """One run over the text: of all ranks, and the time until the last one was done."""
 
     likelihood: Likelihood
     seconds: float
 
 
-def score_documents(model: Decoder, documents: Sequence[Sequence[int]], options: Options, title: str) -> Score:
+def score_documents(loaded: LoadedModel, documents: Sequence[Sequence[int]], options: Options, title: str) -> Score:
     """Perplexity over whole documents, each cut into its own windows; `max_windows` windows at most in all."""
+    model, mesh, batch_size = loaded.model, loaded.mesh, options.batch_size
     pieces = (piece for document in documents for piece in score_windows(document, options.window, options.stride))
-    windows = list(islice(pieces, options.max_windows))
-    num_tokens = sum(len(piece.token_ids) - piece.num_context for piece in windows)
+    # Batches are dealt to the replicas, not windows: the same ones run together however many replicas there are.
+    windows = [
+        piece
+        for place, piece in enumerate(islice(pieces, options.max_windows))
+        if place // batch_size % mesh.dp_size == mesh.dp_rank
+    ]
+    num_tokens = sum(piece.num_scored for piece in windows)
     started = time.perf_counter()
     with progress((), title, quiet=options.quiet, unit="tok", total=num_tokens) as bar:
         likelihood = windows_likelihood(
             model,
             windows,
-            batch_size=options.batch_size,
-            on_window=lambda piece, found: bar.update(found.num_tokens),
+            batch_size=batch_size,
+            on_window=lambda piece, found: bar.update(piece.num_scored),
         )
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+    # Stages without the head have nothing to add, and tensor-parallel ranks all know the same: the first ones count.
+    likelihood = sum(mesh.gather(likelihood)[:: mesh.tp_size], Likelihood())
     return Score(likelihood, time.perf_counter() - started)
 
 
-def decode_speed(model: Decoder, prompt: Sequence[int], num_tokens: int) -> float:
-    """Tokens a second of greedy decoding at batch 1; the prompt is not counted and EOS does not stop it."""
+def decode_speed(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) -> float:
+    """Tokens a second of greedy decoding at batch 1; the prompt is not counted and EOS does not stop it.
+
+    Of one replica: each does the same, and rank 0 records the time of its own.
+    """
     timings = GenerationTimings()
     request = GenerationRequest(prompt_token_ids=prompt, max_new_tokens=num_tokens + 1)
-    generate(model, [request], eos_token_ids=(), timings=timings)
+    generate(loaded.model, [request], eos_token_ids=(), timings=timings, exchange=exchange_of(loaded.mesh))
     return timings.decode_tokens_per_s
 
 
-def decode_speeds(model: Decoder, selection: Selection, prompt: Sequence[int], num_tokens: int) -> tuple[float, float]:
+def decode_speeds(
+    loaded: LoadedModel, selection: Selection, prompt: Sequence[int], num_tokens: int
+) -> tuple[float, float]:
     """(sparse, dense) decode speed: median of three, the two alternating so that both see the same machine."""
     speeds: dict[Method, list[float]] = {"dense": [], selection.method: []}
     for _ in range(4):
         for chosen in (Selection(), selection):
-            attach_selection(model, chosen)
-            speeds[chosen.method].append(decode_speed(model, prompt, num_tokens))
+            attach_selection(loaded.model, chosen)
+            speeds[chosen.method].append(decode_speed(loaded, prompt, num_tokens))
     # The first of each warms up.
     return median(speeds[selection.method][1:]), median(speeds["dense"][1:])
 
 
-def achieved(model: Decoder, selection: Selection, stats: SparsityStats) -> dict[str, Any]:
-    """What a sparse run really did, for its record: densities, calls by path, bytes read."""
+def achieved(loaded: LoadedModel, selection: Selection, own_stats: SparsityStats) -> dict[str, Any]:
+    """What a sparse run really did, for its record: densities, calls by path, bytes read; of all ranks together."""
+    model, mesh = loaded.model, loaded.mesh
+    stats = own_stats.summed(model.config.num_hidden_layers, mesh.sum)
+    own_density = own_stats.mean_density("mlp") if own_stats.blocks else None  # without a batch
     per_layer = {block: stats.densities(block) for block in BLOCKS}
     executions = stats.executions()
     if selection.method == "teal":
-        per_layer["mlp"] = thinned_densities(model)
+        per_layer["mlp"] = thinned_densities(model, mesh.sum)
+        own_density = own_density and mean(thinned_densities(model)[layer] for layer in model.layers)
         if selection.sparse_phases == "all":  # it masks inside the matmuls of blocks that have no selector
             thinned = sum(calls.executions["dense"] for (_, block), calls in stats.blocks.items() if block == "mlp")
             executions = {**executions, "dense": executions["dense"] - thinned, "mask": thinned}
     return {
+        **({"mlp_density_per_rank": mesh.gather(own_density)} if mesh.world_size > 1 else {}),
         "mlp_density": sum(per_layer["mlp"]) / len(per_layer["mlp"]),
         "head_density": stats.mean_density("attention"),
         "per_layer": per_layer,
         "executions": executions,
         "sparse_calls": executions["gather"] + executions["mask"],
-        "bytes_read_share": mlp_bytes_share(model, selection.method, stats),
+        "bytes_read_share": mlp_bytes_share(model, selection.method, stats, mesh.sum),
     }
 
 
-def quality_of(quality: SelectionQuality) -> dict[str, Any]:
-    """Recall and precision for a record: of the MLP, and of heads and each layer where they were selected."""
-    found: dict[str, Any] = {"per_layer": {}}
-    for block in BLOCKS:
-        pooled = quality.pooled(block)
-        if pooled is None:
-            continue
-        layers = quality.per_layer(block)
-        found["per_layer"][block] = {
-            "recall": [overlap.recall for overlap in layers],
-            "precision": [overlap.precision for overlap in layers],
-        }
-        prefix = "" if block == "mlp" else "head_"
-        found[f"{prefix}recall"], found[f"{prefix}precision"] = pooled.recall, pooled.precision
-    return found
-
-
 def sparse_records(
-    model: Decoder,
+    loaded: LoadedModel,
     documents: Sequence[Sequence[int]],
     options: Options,
     selection: Selection,
@@ -159,19 +161,21 @@ def sparse_records(
     dense: Score,
 ) -> list[Record]:
     """One sparse run: appends and returns its perplexity record and, if asked for, its decode speed."""
-    targets = selection.densities(model.config.num_hidden_layers)
+    model, num_layers = loaded.model, loaded.model.config.num_hidden_layers
+    targets = selection.densities(num_layers)
     labels = {**labels, "method": selection.method, "phase": selection.sparse_phases}
     labels |= {"mlp_density": mean(targets["mlp"]), "head_density": mean(targets["attention"])}
     title, stats = f"{selection.method} {labels['mlp_density']:g}", attach_selection(model, selection)
-    score = score_documents(model, documents, options, title)
-    done = achieved(model, selection, stats)
+    score = score_documents(loaded, documents, options, title)
+    done = achieved(loaded, selection, stats)
     measured: dict[str, Any] = {}
     if options.quality_windows and selection.method != "teal" and done["sparse_calls"]:
         attach_selection(model, selection)
         quality = measure_selection(model, targets)
         sample = replace(options, max_windows=options.quality_windows, quiet=True)
-        score_documents(model, documents, sample, title)
-        measured = {"quality": {**quality_of(quality), "windows": options.quality_windows}}
+        score_documents(loaded, documents, sample, title)
+        found = quality.summed(num_layers, loaded.mesh.sum).to_record()
+        measured = {"quality": {**found, "windows": options.quality_windows}}
     records = [
         make_record(
             "perplexity",
@@ -187,7 +191,7 @@ def sparse_records(
     ]
     if options.decode_tokens:
         prompt = documents[0][: min(PROMPT_TOKENS, options.window)]
-        sparse_speed, dense_speed = decode_speeds(model, selection, prompt, options.decode_tokens)
+        sparse_speed, dense_speed = decode_speeds(loaded, selection, prompt, options.decode_tokens)
         if sparse_speed < dense_speed:
             logger.info(f"{title} decodes at {sparse_speed / dense_speed:.2f} of the dense speed here: dense is faster")
         execution = "mask" if selection.method == "teal" else "gather"
@@ -202,8 +206,9 @@ def sparse_records(
             )
         )
     remove_sparsity(model)
-    for record in records:
-        append_record(options.output, record)
+    if loaded.mesh.rank == 0:
+        for record in records:
+            append_record(options.output, record)
     return records
 
 
@@ -238,7 +243,7 @@ def main(options: Options) -> list[Record]:
     if corpus.kind == "self" and options.max_tokens is None:
         raise ValueError("--corpus self has no end; say with --max-tokens how much of it to score")
     loaded = options.load()
-    model = loaded.model
+    model, mesh = loaded.model, loaded.mesh
     # Attach each once before anything is measured, so that a missing predictor fails in seconds, not after a run.
     for selection in selections:
         attach_selection(model, selection)
@@ -254,11 +259,13 @@ def main(options: Options) -> list[Record]:
     texts = iter_documents(options.corpus, side="test", self_writer=writer)
     documents = list(token_documents(loaded.tokenizer, texts, **limits))
     del texts  # the last hold on a text that has no end: it stops being written here
+    text_hash = hashlib.sha256(repr(documents).encode()).hexdigest()
+    check_same_everywhere(mesh, f"--corpus {options.corpus}: the text", text_hash)
     room = model.config.max_position_embeddings - min(PROMPT_TOKENS, options.window, len(documents[0])) - 1
     if options.decode_tokens > max(0, room):
         raise ValueError(f"--decode-tokens {options.decode_tokens}: the context has room for {room} after the prompt")
     attach_selection(model, Selection())
-    dense = score_documents(model, documents, options, "dense")
+    dense = score_documents(loaded, documents, options, "dense")
     labels: dict[str, Any] = {
         "model": loaded.model_id,
         "task": f"perplexity:{corpus.label}",
@@ -272,13 +279,16 @@ def main(options: Options) -> list[Record]:
         "density_budget": options.density_budget and options.density_budget.stem,
     }
     labels |= {"method": "dense", "mlp_density": 1.0, "head_density": 1.0, "phase": "all", "execution": "dense"}
+    if mesh.world_size > 1:
+        labels |= {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size, "dp_size": mesh.dp_size}
     perplexity_of_dense, timing = dense.likelihood.perplexity, {"seconds": dense.seconds}
     records = [make_record("perplexity", labels, "perplexity", perplexity_of_dense, "", timing=timing)]
-    append_record(options.output, records[0])
+    if mesh.rank == 0:
+        append_record(options.output, records[0])
     for selection in selections:
-        records += sparse_records(model, documents, options, selection, labels, dense)
+        records += sparse_records(loaded, documents, options, selection, labels, dense)
     return records
 
 
 if __name__ == "__main__":
-    run_stage(main, Options)
+    run_stage(main, Options, distributed=True)
