@@ -1,0 +1,287 @@
+"""What prefill.py and decode.py share: speeds of a random model on all ranks, on one, and in Hugging Face."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from loguru import logger
+
+from analysis.results import Record, append_record, make_record
+from modules.checkpoint import random_model
+from modules.checkpoint_keys import tensor_locations
+from modules.config import ModelConfig
+from modules.decoder import Decoder
+from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
+from pipeline_parallel.engine import generate_on_mesh, parallelise
+from pipeline_parallel.launch import current_launch
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.benchmark.shapes import HF_CONFIGS, Shape
+from scripts.benchmark.timing import measure_read_ceiling
+from scripts.model_loading import resolve_device
+
+# Hugging Face rounds its logits to bfloat16: between 16 and 32 these are 0.125 apart.
+LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Speed of the dense engine on random weights, beside one rank and Hugging Face in the same call."""
+
+    output: Path
+    """JSON lines; records are appended."""
+    shape: Shape = "Llama-3.1-8B"
+    """Whose shape the random model has."""
+    batch_size: tuple[int, ...] = (1,)
+    """Sequences run together; each is a measurement."""
+    prompt_tokens: int = 512
+    """Tokens of each prompt."""
+    new_tokens: int = 64
+    """Tokens generated for each."""
+    repetitions: int = 3
+    """The median counts; one more run warms up."""
+    tp_size: int = 1
+    """Ranks that share each layer."""
+    pp_size: int = 1
+    """Pipeline stages."""
+    hugging_face: bool = False
+    """Also time transformers' `generate` on the first rank, with the same weights."""
+    device: str = "auto"
+    """cpu or cuda; auto: a GPU if there is one."""
+    seed: int = 0
+    """Of weights and prompts."""
+    quiet: bool = False
+    """Warnings only."""
+
+
+Speed = Callable[[GenerationTimings], float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """tokens/s by batch size, and the log-probabilities of the first prompt's continuation, to compare."""
+
+    speeds: dict[int, float]
+    logprobs: list[float]
+    token_ids: list[int]
+
+
+def requests(options: Options, config: ModelConfig, count: int) -> list[GenerationRequest]:
+    """`count` prompts of random tokens."""
+    generator = torch.Generator().manual_seed(options.seed)
+    ids = torch.randint(3, config.vocab_size, (count, options.prompt_tokens), generator=generator).tolist()
+    return [GenerationRequest(prompt_token_ids=row, max_new_tokens=options.new_tokens) for row in ids]
+
+
+def measure(model: Decoder, mesh: ParallelMesh, options: Options, speed: Speed) -> Measured:
+    """Run every batch size on the mesh (a collective call)."""
+    speeds, heard = {}, dict[int, GenerationResult]()
+    for batch_size in options.batch_size:
+        # Data parallel: each replica has a batch of its own.
+        batch = requests(options, model.config, batch_size * mesh.dp_size)
+        found = []
+        for _ in range(options.repetitions + 1):
+            timings = GenerationTimings()
+            generate_on_mesh(
+                model,
+                mesh,
+                batch,
+                batch_size=batch_size,
+                eos_token_ids=(),
+                on_finish=heard.__setitem__,
+                timings=timings,
+                warm_up=True,
+            )
+            found.append(speed(timings))
+        speeds[batch_size] = median(found[1:])
+        release()
+    first = heard[0] if heard else None
+    return Measured(speeds, first.logprobs if first else [], first.token_ids if first else [])
+
+
+def release() -> None:
+    """Give freed memory back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def hugging_face_model(model: Decoder, shape: Shape) -> Any:
+    """transformers' own class with the weights of our (whole) model, in its layout."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**HF_CONFIGS[shape]), dtype=model.dtype)
+    state = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    prefixes = {"embs": "", "lm_head": ""}
+    body = "model." if model.config.model_type == "llama" else "model.decoder."
+    for name, location in tensor_locations(model, model.config).items():
+        value = parameters[name].data
+        part = prefixes.get(location.part, f"layers.{location.part}.")
+        key = location.key if location.key.startswith("lm_head") else f"{body}{part}{location.key}"
+        state[key] = value.t().contiguous() if location.transposed else value
+    theirs.load_state_dict(state, strict=True, assign=True)
+    # Buffers that are computed, not stored (rotary frequencies), are still without values.
+    fresh = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**HF_CONFIGS[shape] | {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8})
+    )
+    computed = dict(fresh.named_buffers())
+    for name, _ in list(theirs.named_buffers()):
+        module, _, kind = name.rpartition(".")
+        theirs.get_submodule(module).register_buffer(kind, computed[name].to(model.device), persistent=False)
+    return theirs.eval()
+
+
+@torch.inference_mode()
+def measure_hugging_face(model: Decoder, options: Options, *, decode: bool) -> Measured:
+    """tokens/s of transformers' `generate`, greedy: of its prefill (one new token), or of the tokens after it."""
+    theirs = hugging_face_model(model, options.shape)
+    speeds, logprobs, token_ids = {}, [], []
+    for batch_size in options.batch_size:
+        prompts = [request.prompt_token_ids for request in requests(options, model.config, batch_size)]
+        ids = torch.tensor(prompts, device=model.device)
+        count = min(options.new_tokens, 24) if decode else 1  # a step is slow, and as slow as the next
+
+        def timed(new_tokens: int, ids: torch.Tensor = ids) -> tuple[float, Any]:
+            synchronize(model.device)
+            started = time.perf_counter()
+            output = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                pad_token_id=0,
+            )
+            synchronize(model.device)
+            return time.perf_counter() - started, output
+
+        timed(2)
+        found = []
+        for _ in range(options.repetitions):
+            prefill_s, output = timed(1)
+            if decode:
+                whole_s, output = timed(count + 1)
+                found.append(batch_size * count / (whole_s - prefill_s))
+            else:
+                found.append(ids.numel() / prefill_s)
+        speeds[batch_size] = median(found)
+        token_ids = output.sequences[0, ids.shape[1] :].tolist()
+        logits = [step[0].float().log_softmax(-1) for step in output.logits]
+        logprobs = [float(step[token]) for step, token in zip(logits, token_ids, strict=True)]
+    return Measured(speeds, logprobs, token_ids)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check_close(ours: Measured, theirs: Measured, dtype: torch.dtype, what: str) -> float:
+    """The largest difference of log-probability until the two choose differently; ValueError if it is large."""
+    largest = 0.0
+    for place, (here, there) in enumerate(zip(ours.logprobs, theirs.logprobs, strict=False)):
+        difference = abs(here - there)
+        if not difference <= LOGPROB_TOLERANCE[dtype]:  # NaN is not
+            raise ValueError(f"{what}: log-probabilities differ by {difference}; it is not timed")
+        largest = max(largest, difference)
+        if ours.token_ids[place] != theirs.token_ids[place]:
+            break
+    return largest
+
+
+def bytes_of_weights(model: Decoder) -> int:
+    """Bytes of all weights but the embedding table, of which a step reads a few rows (unless it is the head, too)."""
+    table = 0 if model.config.tie_word_embeddings else model.embeddings.tokens.weight.numel()
+    return (sum(parameter.numel() for parameter in model.parameters()) - table) * model.dtype.itemsize
+
+
+def run(options: Options, name: str, speed: Speed) -> list[Record]:
+    """Measure one rank, Hugging Face and the mesh, one after the other; rank 0 appends and returns the records."""
+    device = current_launch().device or resolve_device(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
+    config = ModelConfig.from_hf(HF_CONFIGS[options.shape])
+    baselines: dict[str, Measured] = {}
+    ceiling, num_bytes = 0.0, 0
+    if mesh.rank == 0:
+        model = random_model(config, seed=options.seed, dtype=dtype, device=device)
+        num_bytes = bytes_of_weights(model)
+        baselines["one rank"] = measure(model, ParallelMesh.single(device), options, speed)
+        if options.hugging_face:
+            baselines["Hugging Face, one rank"] = measure_hugging_face(model, options, decode=name == "decode")
+            check_close(baselines["one rank"], baselines["Hugging Face, one rank"], dtype, "ours and Hugging Face")
+        ceiling = measure_read_ceiling(device)
+        del model
+        release()
+    mesh.gather(None)  # the others wait until rank 0 has the device to itself no longer
+    if mesh.world_size == 1:
+        found = baselines.pop("one rank")
+    else:
+        model = random_model(
+            config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
+        )
+        found = measure(model, mesh, options, speed)
+    records = []
+    if mesh.rank == 0:
+        for what, baseline in baselines.items():
+            check_close(found, baseline, dtype, f"this mesh and {what}")
+        labels = {
+            "shape": options.shape,
+            "method": "dense",
+            "weights": "random",
+            "dtype": str(dtype).removeprefix("torch."),
+            "tp_size": mesh.tp_size,
+            "pp_size": mesh.pp_size,
+            "dp_size": mesh.dp_size,
+            "prompt_tokens": options.prompt_tokens,
+            "new_tokens": options.new_tokens,
+        }
+        for batch_size, value in found.speeds.items():
+            steps_per_s = value / batch_size / mesh.dp_size
+            achieved = steps_per_s * num_bytes / 1e9 / mesh.pp_size / mesh.tp_size
+            extras: dict[str, Any] = {}
+            if name == "decode":
+                extras = {
+                    "share_of_ceiling": achieved / ceiling if batch_size == 1 else None,
+                    "bytes_per_step": num_bytes,
+                    "achieved_gb_per_s_each": achieved,
+                    "ceiling_gb_per_s_each": ceiling,
+                }
+            for what, baseline in baselines.items() or [("", replace(found, speeds={}))]:
+                compared = {"name": what, "value": baseline.speeds[batch_size]} if what else None
+                records.append(
+                    make_record(
+                        name,
+                        {**labels, "batch_size": batch_size},
+                        "tokens_per_s",
+                        value,
+                        "tokens/s",
+                        baseline=compared,
+                        **extras,
+                    )
+                )
+                append_record(options.output, records[-1])
+        for line in table(records):
+            logger.info(line)
+    return records
+
+
+def table(records: Sequence[Record]) -> list[str]:
+    """One line a record."""
+    return [
+        f"{record['name']} tp {record['labels']['tp_size']} pp {record['labels']['pp_size']} "
+        f"dp {record['labels']['dp_size']} batch {record['labels']['batch_size']}: {record['value']:.1f} tokens/s"
+        + (f", {record['ratio']:.2f}x {record['baseline']['name']}" if record["baseline"] else "")
+        for record in records
+    ]

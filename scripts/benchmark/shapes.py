@@ -1,0 +1,73 @@
+"""Published model shapes, for benchmarks on random weights: no download, and speed does not depend on the values."""
+
+from typing import Any, Literal
+
+Shape = Literal["Llama-3.2-3B", "Llama-3.1-8B", "OPT-6.7B", "tiny"]
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+# Hugging Face's `config.json` of each, as far as it decides shapes.
+HF_CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3.2-3B": LLAMA3
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "tie_word_embeddings": True,
+        "rope_parameters": LLAMA3_ROPE | {"factor": 32.0},
+    },
+    "Llama-3.1-8B": LLAMA3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+        "rope_parameters": LLAMA3_ROPE | {"factor": 8.0},
+    },
+    "OPT-6.7B": {
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 4096,
+        "word_embed_proj_dim": 4096,
+        "ffn_dim": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    # Runs on any CPU, to try a benchmark out.
+    "tiny": LLAMA3
+    | {
+        "vocab_size": 1031,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
