@@ -69,6 +69,10 @@ class TokenExchange(Protocol):
         """Call `report` with the sum of `counts` over processes, now or later."""
         ...
 
+    def meet(self) -> None:
+        """Wait until all processes are here, ready for the first turn."""
+        ...
+
     def finish(self) -> None:
         """Make the calls of `report` that are still owed."""
         ...
@@ -97,6 +101,9 @@ class OneProcess:
     def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
         """See TokenExchange."""
         report(counts)
+
+    def meet(self) -> None:
+        """See TokenExchange."""
 
     def finish(self) -> None:
         """See TokenExchange."""
@@ -153,6 +160,7 @@ def generate(
             loop = _Loop(model, queue, batch_size, eos, decode, exchange, timings or GenerationTimings())
             if warm_up:
                 loop.warm_up()
+            exchange.meet()  # a stage that is ready earlier would count the others' preparations as its waiting
             loop.run(on_token, finish)
         finally:
             if model.stats is not None:

@@ -85,6 +85,10 @@ class ReplicaExchange:
             arriving.append((buffer, work))
         self._owed.append(_Owed(self._turn, own, arriving, report))
 
+    def meet(self) -> None:
+        """See TokenExchange."""
+        dist.all_reduce(torch.zeros(1), group=self.mesh.pp_group)  # of a tensor on the CPU: over gloo, without the GPU
+
     def finish(self) -> None:
         """See TokenExchange."""
         self._report(before=self._turn + 1)

@@ -35,12 +35,18 @@ MODELS = {
         "llama-24-heads-8-groups",
         "llama-9-heads-3-groups",
         "llama-tied",
-        "llama-biases",
         "opt",
         "opt-post-norm-projected",
     )
 }
 BATCH_SIZES = (1, 8)
+
+
+def sparse_batch_sizes(name: str, dp_size: int) -> tuple[int, ...]:
+    """One at a time, so that calls can be compared in order; together where replicas split them, and for one method."""
+    return BATCH_SIZES if name == "predictor" else (8,) if dp_size > 1 else (1,)
+
+
 # variant of the predictors, and the selection; everything is sparse in the prompt, too, unless said otherwise
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "oracle": ("standin", {"method": "oracle", "head_density": 0.5}),
@@ -155,7 +161,7 @@ def run_all(folder: Path) -> dict[str, Any]:
                     dtype=torch.float64,
                     prepare=lambda model, mesh=mesh: parallelise(model, mesh),
                 )
-                for batch_size in BATCH_SIZES:
+                for batch_size in sparse_batch_sizes(name, mesh.dp_size):
                     case = run_sparse(model, mesh, folder / kind / SPARSE[name][0], name, batch_size)
                     found[f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"] = case
         if launch.rank == 0:

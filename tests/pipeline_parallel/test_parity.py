@@ -22,6 +22,7 @@ from tests.pipeline_parallel.parity_cases import (
     SPARSE_CASES,
     run_dense,
     run_sparse,
+    sparse_batch_sizes,
 )
 from tests.sparse_predictor.conftest import VARIANTS
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
@@ -127,7 +128,7 @@ def test_sparse_answers_and_active_sets_do_not_depend_on_the_cut(
     for tp_size, pp_size in MESHES[size]:
         dp_size = size // (tp_size * pp_size)
         for kind, name in SPARSE_CASES:
-            for batch_size in BATCH_SIZES:
+            for batch_size in sparse_batch_sizes(name, dp_size):
                 case = f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"
                 answers, ranks = found[case]
                 theirs, (whole,) = expected(f"{name} {kind} batch{batch_size}")
