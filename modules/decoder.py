@@ -251,9 +251,7 @@ class Decoder(nn.Module):
             batch, tokens = token_ids.shape
             return self.links.receive(batch, tokens, forward_pass)
         embedded = self.embeddings(token_ids, forward_pass.positions)
-        return self.add_norm(
-            embedded, None, self.first_norm, None, pre_norm=self.config.pre_norm, dtype=self.dtype
-        )
+        return self.add_norm(embedded, None, self.first_norm, None, pre_norm=self.config.pre_norm, dtype=self.dtype)
 
     def run_half_blocks(
         self, hidden_states: Tensor, residual: Tensor, forward_pass: ForwardPass
