@@ -7,7 +7,9 @@ outside of the graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +23,59 @@ from modules.scoring import chosen_logprobs
 
 
 @dataclass(frozen=True)
-class CapturedStep:
-    """A graph with its inputs (token ids and cached lengths int64 [2, rows]; states from the stage before) and outputs.
-
+class StepOutputs:
+    """What a decode step leaves at fixed addresses: states to hand on, and where the head is, logits [rows, V] and
     `greedy` float64 [3, rows]: the likeliest token, its log-probability, and 1 where the logits are finite: all that
     the host needs to know of a greedy step, in one read.
     """
 
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    received: tuple[Tensor, Tensor] | None
     forward_pass: ForwardPass
     states: tuple[Tensor, Tensor]
-    logits: Tensor | None
-    greedy: Tensor | None
+    logits: Tensor | None = None
+    greedy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """`replay` goes from the inputs (token ids and cached lengths int64 [2, rows]; states from the stage before) to
+    the outputs."""
+
+    replay: Callable[[], None]
+    inputs: Tensor
+    received: tuple[Tensor, Tensor] | None
+    outputs: StepOutputs
+
+
+def can_capture(model: Decoder) -> bool:
+    """Whether decode steps can be CUDA graphs: dense models on a GPU, since a graph cannot follow a choice that the
+    host reads."""
+    return model.device.type == "cuda" and not model.is_sparse
+
+
+def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) -> tuple[Callable[[], None], StepOutputs]:
+    """Capture a step as a graph: how to replay it, and its outputs."""
+    # Libraries and communicators set themselves up outside of the graph.
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: communication libraries may touch the device from threads of their own meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = step()
+    return graph.replay, outputs
 
 
 class DecodeGraphs:
-    """The decode steps of one cache. Dense models only: a graph cannot follow a choice that the host reads."""
+    """The decode steps of one cache (see `can_capture`)."""
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         cache.has_static_shapes = True
         self._steps: dict[int, CapturedStep] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def size_for(self, num_rows: int) -> int:
         """The batch size that is captured for so many rows: the next power of two, or all rows of the cache."""
@@ -53,22 +84,22 @@ class DecodeGraphs:
     def run(self, token_ids: list[int], lengths: list[int]) -> tuple[Tensor | None, Tensor | None]:
         """One token [B] for each of the first rows, `lengths` [B] cached -> logits [B, V] and `greedy` [3, B] (None
         where no head is). They stay valid until the next call."""
-        num_rows = len(token_ids)
+        num_rows, links = len(token_ids), self.model.links
         step = self.prepare(num_rows)
-        padding = [0] * (step.inputs.shape[1] - num_rows)  # unused rows write to a place that nobody reads
-        host = torch.tensor([token_ids + padding, lengths + padding]).pin_memory()
-        step.inputs.copy_(host, non_blocking=True)
-        links = self.model.links
+        size, outputs = step.inputs.shape[1], step.outputs
+        padding = [0] * (size - num_rows)  # unused rows write to a place that nobody reads
+        host = torch.tensor([token_ids + padding, lengths + padding])
+        step.inputs.copy_(host.pin_memory() if step.inputs.is_cuda else host, non_blocking=True)
         if links is not None and step.received is not None:
-            arrived = links.receive(step.inputs.shape[1], 1, step.forward_pass)
+            arrived = links.receive(size, 1, outputs.forward_pass)
             for static, states in zip(step.received, arrived, strict=True):
                 static.copy_(states)
-        step.graph.replay()
+        step.replay()
         if links is not None and not links.is_last:
-            links.send(*step.states, step.forward_pass)
-        if step.logits is None or step.greedy is None:
+            links.send(*outputs.states, outputs.forward_pass)
+        if outputs.logits is None or outputs.greedy is None:
             return None, None
-        return step.logits[:num_rows], step.greedy[:, :num_rows]
+        return outputs.logits[:num_rows], outputs.greedy[:, :num_rows]
 
     def prepare(self, num_rows: int) -> CapturedStep:
         """The graph for so many rows, captured now if there is none yet."""
@@ -88,32 +119,22 @@ class DecodeGraphs:
                 torch.zeros(shape, dtype=residual_dtype(model.dtype), device=device),
             )
 
-        def step() -> tuple[ForwardPass, tuple[Tensor, Tensor], Tensor | None, Tensor | None]:
+        def step() -> StepOutputs:
             token_ids = inputs[0][:, None]
             cache = self.cache.first_rows(size, inputs[1], 0)
             forward_pass = model.begin(token_ids, cache=cache, phase="decode")
             states = model.enter(token_ids, forward_pass) if received is None else received
             states = model.run_half_blocks(*states, forward_pass)
             if not model.is_last:
-                return forward_pass, states, None, None
+                return StepOutputs(forward_pass, states)
             logits = model.logits(states[0][:, 0])
             chosen = greedy(logits)
             facts = (chosen, chosen_logprobs(logits, chosen), logits.amax(-1).isfinite())
-            return forward_pass, states, logits, torch.stack([fact.double() for fact in facts])
+            return StepOutputs(forward_pass, states, logits, torch.stack([fact.double() for fact in facts]))
 
-        # Libraries and communicators set themselves up outside of the graph. What these steps write to the cache at
-        # position 0 would spoil running rows, so it is put back.
+        # Capturing runs the step, which writes to position 0 of rows that may be in use: put that back.
         kept = [states[:, :size, :, 0].clone() for states in (self.cache.keys, self.cache.values)]
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: communication libraries may touch the device from threads of their own meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            forward_pass, states, logits, chosen = step()
+        replay, outputs = capture(step, device, self._pool)
         for states_of_cache, first in zip((self.cache.keys, self.cache.values), kept, strict=True):
             states_of_cache[:, :size, :, 0] = first
-        return CapturedStep(graph, inputs, received, forward_pass, states, logits, chosen)
+        return CapturedStep(replay, inputs, received, outputs)

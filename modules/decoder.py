@@ -22,7 +22,7 @@ from modules.normalization import AddNorm, Norm, add_norm
 from modules.positions import RotaryPositions
 from modules.projections import OutputHead
 from modules.shards import Shard
-from modules.sparsity import BLOCKS, Block, Phase, SparsityStats
+from modules.sparsity import Block, Phase, SparsityStats
 
 
 class Embeddings(nn.Module):
@@ -112,6 +112,7 @@ class Decoder(nn.Module):
         self.shards: dict[str, Shard] = {}
         self.stats: SparsityStats | None = None
         self.max_lookahead = 0
+        self.is_sparse = False  # whether anything chooses what a token computes, on whatever stage
         self.sparsity_hook: RemovableHandle | None = None
         self._rotary = RotaryPositions(config) if config.positions == "rotary" else None
 
@@ -143,12 +144,6 @@ class Decoder(nn.Module):
     def has_block(self, layer_idx: int, block: Block) -> bool:
         """Whether a layer's block is here, and not on another pipeline stage."""
         return 2 * layer_idx + (block == "mlp") in self.span
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether anything chooses what a token computes: a selector, or matmuls with thinned inputs."""
-        blocks = [self.half_block(layer_idx, block).block for layer_idx in self.layers for block in BLOCKS]
-        return self.sparsity_hook is not None or any(block.selector is not None for block in blocks)
 
     def half_block(self, layer_idx: int, block: Block) -> HalfBlock:
         """The half-block of a layer."""

@@ -10,13 +10,12 @@ Legend: B batch, T tokens, V vocabulary.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from modules.decode_graphs import can_capture
 from modules.decoder import Decoder
 from modules.kv_cache import KVCache
 from modules.microbatch import Microbatch, Turn, densities
@@ -29,6 +28,7 @@ from modules.requests import (
 )
 from modules.scoring import describe_problem, pad_right
 from modules.sparsity import SparsityStats
+from modules.token_exchange import OneProcess, TokenExchange
 
 OnToken = Callable[[int, int, float], object]
 
@@ -46,67 +46,6 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache) ->
 def decode_one_token(model: Decoder, token_ids: Tensor, cache: KVCache) -> Tensor:
     """Append one token a row [B] and return the logits [B, V] of the next."""
     return model.logits(model(token_ids[:, None], cache=cache, phase="decode")[:, 0])
-
-
-class TokenExchange(Protocol):
-    """How processes that each run a part of the model stay together (see pipeline_parallel.engine)."""
-
-    num_microbatches: int  # at most so many groups of rows take turns
-
-    def order(self, num_microbatches: int) -> Iterator[int]:
-        """The micro-batches in the order in which this process works on them, without end."""
-        ...
-
-    def publish(self, microbatch: int, message: list[float]) -> None:
-        """Tell the others what was chosen (called where the head is)."""
-        ...
-
-    def receive(self, microbatch: int, size: int) -> list[float]:
-        """What was chosen in the micro-batch's last turn."""
-        ...
-
-    def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
-        """Call `report` with the sum of `counts` over processes, now or later."""
-        ...
-
-    def meet(self) -> None:
-        """Wait until all processes are here, ready for the first turn."""
-        ...
-
-    def finish(self) -> None:
-        """Make the calls of `report` that are still owed."""
-        ...
-
-
-class OneProcess:
-    """The exchange of a process that has the whole model."""
-
-    num_microbatches = 1
-
-    def __init__(self) -> None:
-        self._message: list[float] = []
-
-    def order(self, num_microbatches: int) -> Iterator[int]:
-        """See TokenExchange."""
-        return repeat(0)
-
-    def publish(self, microbatch: int, message: list[float]) -> None:
-        """See TokenExchange."""
-        self._message = message
-
-    def receive(self, microbatch: int, size: int) -> list[float]:
-        """See TokenExchange."""
-        return self._message
-
-    def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
-        """See TokenExchange."""
-        report(counts)
-
-    def meet(self) -> None:
-        """See TokenExchange."""
-
-    def finish(self) -> None:
-        """See TokenExchange."""
 
 
 @torch.inference_mode()
@@ -210,7 +149,7 @@ class _Loop:
         num_microbatches = min(exchange.num_microbatches, rows)
         longest = max(row.num_prompt + row.room for row in queue)
         self.is_sparse = model.is_sparse
-        use_graphs = model.device.type == "cuda" and not self.is_sparse
+        use_graphs = can_capture(model)
         self.microbatches = [
             Microbatch(
                 model,
@@ -223,7 +162,9 @@ class _Loop:
         ]
 
     def warm_up(self) -> None:
-        """Let libraries and communicators set themselves up, and capture every graph that may be needed."""
+        """Let libraries and communicators set themselves up, and capture every graph that may be needed: a prefill,
+        and a decode step of every size. Nothing is counted."""
+        stats, self.model.stats = self.model.stats, None
         prompt = self.queue[0].request.prompt_token_ids
         for microbatch in self.microbatches:
             token_ids, lengths = pad_right([prompt], self.model.device)
@@ -234,8 +175,14 @@ class _Loop:
             if microbatch.graphs is not None:
                 for num_rows in range(1, microbatch.num_rows + 1):
                     microbatch.graphs.prepare(num_rows)
+            elif len(prompt) < microbatch.cache.max_seqlen:
+                cache = microbatch.cache.first_rows(1, lengths, len(prompt))
+                hidden_states = self.model(token_ids[:, -1:], cache=cache, phase="decode")
+                if self.model.is_last:
+                    self.model.logits(hidden_states[:, -1])
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+        self.model.stats = stats
 
     def run(self, on_token: OnToken | None, finish: Callable[[int, GenerationResult], None]) -> None:
         """Turn after turn, until nothing is left."""

@@ -72,7 +72,7 @@ class RandomSelector:
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         key = _signed(mix_seed(self.seed, 2 * context.layer_idx + (context.block == "mlp")))
         unit_indices = torch.arange(self.num_units, device=hidden_states.device)
-        num_rows = max(1, MAX_DRAWS[hidden_states.device.type] // self.num_units)
+        num_rows = max(1, MAX_DRAWS.get(hidden_states.device.type, MAX_DRAWS["cpu"]) // self.num_units)
         masks = []
         for positions in context.positions.flatten().split(num_rows):
             draws = stream_element(stream_element(key, positions)[:, None], unit_indices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -112,6 +113,7 @@ class _AnswerDesk:
         self.mesh, self.on_finish = mesh, on_finish
         self.mailbox = Mailbox(current_launch(), "answers") if mesh.dp_size > 1 and mesh.is_leader else None
         self._num_remote = num_requests - len(range(0, num_requests, mesh.dp_size))
+        self._arrived: deque[bytes] = deque()
         self._collected_s = time.monotonic()
         self._lock = threading.Lock()  # the watch's thread collects, too, when a run is cut short
 
@@ -129,10 +131,12 @@ class _AnswerDesk:
         if self.mailbox is None or self.mesh.rank != 0:
             return
         with self._lock:
-            for message in self.mailbox.drain():
-                request_idx, result = json.loads(message)
-                self._num_remote -= 1
+            self._arrived += self.mailbox.drain()
+            while self._arrived:  # taken off only when it is on the disk: whoever collects next goes on from there
+                request_idx, result = json.loads(self._arrived[0])
                 self._deliver(request_idx, GenerationResult(**result))
+                self._num_remote -= 1
+                self._arrived.popleft()
 
     def _deliver(self, request_idx: int, result: GenerationResult) -> None:
         if self.on_finish is None:

@@ -31,11 +31,6 @@ def stage_order(num_stages: int, num_microbatches: int, stage: int) -> Iterator[
             yield turn * period + microbatch + stage, microbatch
 
 
-def busy_share(num_stages: int, num_microbatches: int) -> float:
-    """Share of ticks in which a stage has work once the pipeline is full."""
-    return num_microbatches / max(num_stages, num_microbatches)
-
-
 def _check(num_stages: int, num_microbatches: int) -> None:
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(f"schedule: {num_stages} stages and {num_microbatches} micro-batches; at least 1 each")

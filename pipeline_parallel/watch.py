@@ -237,7 +237,10 @@ class RankWatch:
     def _wait_for_wake(self) -> int:
         """Sleep for an interval or until woken; the number of the signal that did it, else 0."""
         ready, _, _ = select.select([self._wake_reader], [], [], self._interval_s)
-        return max(os.read(self._wake_reader, 4096)) if ready else 0
+        # Every signal that Python handles is written there, a library's own (SIGUSR1, say) too.
+        return (
+            max((number for number in os.read(self._wake_reader, 4096) if number in SIGNALS), default=0) if ready else 0
+        )
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         _ignore_signals()

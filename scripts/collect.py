@@ -104,6 +104,7 @@ def main(options: Options) -> ActivationStore | None:
     )
     if corpus.kind != "self":  # what cannot be read fails before there is a store; the model's own text can always be
         pieces = chain([next(pieces)], pieces)
+    recorder = ActivationRecorder(model, layers, options.units, packed, inputs=mesh.tp_rank == 0)
     open_writer = ActivationStoreWriter if layout.part is None else partial(open_shard_writer, gather=mesh.gather)
     with (
         open_writer(
@@ -114,7 +115,6 @@ def main(options: Options) -> ActivationStore | None:
             expected_rows=options.max_tokens,
             resume=options.resume,
         ) as writer,
-        ActivationRecorder(model, layers, options.units, packed, inputs=mesh.tp_rank == 0) as recorder,
         progress((), "collecting", quiet=options.quiet, total=options.max_tokens // mesh.dp_size, unit="tok") as bar,
     ):
 

@@ -61,6 +61,7 @@ def run_stage(
             )
         from pipeline_parallel import launch  # here, since it imports torch, which not every stage needs
 
+        unheard = None  # from here on what goes wrong may be this rank's alone
         with launch.distributed(getattr(options, "device", "auto"), explain=one_line):
             main(options)
     except BrokenPipeError:  # whoever read our output (`| head`) has seen enough
@@ -68,7 +69,8 @@ def run_stage(
         raise SystemExit(OUTPUT_CLOSED) from None
     except (ValueError, OSError) as error:
         logger.opt(exception=True).debug("the traceback of the error below")
-        print(f"error: {one_line(error)}", file=unheard or sys.stderr)
+        whose = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
+        print(f"error: {whose}{one_line(error)}", file=unheard or sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

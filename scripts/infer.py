@@ -95,6 +95,7 @@ def main(options: Options) -> GenerationTimings:
         f"decode {timings.decode_tokens_per_s:.1f} tokens/s"
     )
     if options.method != "dense":
+        stats = stats.summed(loaded.model.config.num_hidden_layers, mesh.sum)
         calls = ", ".join(f"{number} {path}" for path, number in stats.executions().items())
         logger.info(f"method {options.method}: block calls by path: {calls}")
     return timings

@@ -4,6 +4,7 @@ Legend: B batch, T tokens, D hidden, F intermediate, N query heads, H head_dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ Units = Literal["mlp", "attention", "both"]
 
 
 class ActivationRecorder:
-    """Context manager: while open, each forward pass leaves its real tokens' rows in `rows`.
+    """Context manager: while open, each forward pass leaves its real tokens' rows in `rows`; `run` opens it itself.
 
     `rows[layer_idx]` maps `mlp_x`, `mlp_label`, `att_x`, `att_label` to arrays [real tokens of the batch, width],
     float16 (labels bool when a `label_definition` packs them), in row-major order of the batch. Values that float16
@@ -76,8 +77,9 @@ class ActivationRecorder:
         self._handles.clear()
 
     def run(self, token_ids: Tensor, num_tokens: Tensor | None = None) -> None:
-        """One pass without a cache over right-padded token_ids [B, T]; padding rows are dropped."""
-        with torch.inference_mode():
+        """One pass without a cache over right-padded token_ids [B, T]; padding rows are dropped. Unless the recorder is
+        open, only this pass is recorded: what the model does between two batches (write the next document) is not."""
+        with nullcontext() if self._handles else self, torch.inference_mode():
             self.model(token_ids, num_tokens=num_tokens)
 
     def _note_padding(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:

@@ -76,6 +76,7 @@ def apply_sparsity(model: Decoder, selectors: Mapping[tuple[int, Block], Selecto
     for (layer, block), selector in selectors.items():
         model.half_block(layer, block).block.selector = selector
     model.max_lookahead = max((selector.lookahead for selector in selectors.values()), default=0)
+    model.is_sparse = bool(selectors)
     model.stats = SparsityStats()
     return model.stats
 
@@ -94,6 +95,7 @@ def remove_sparsity(model: Decoder) -> None:
         model.sparsity_hook.remove()
         model.sparsity_hook = None
     model.max_lookahead = 0
+    model.is_sparse = False
     model.stats = None
 
 
@@ -116,6 +118,7 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     if method == "teal":
         stats = apply_sparsity(model, {})
         _thin_mlp_inputs(model, _calibration(model, selection), densities["mlp"], selection.sparse_phases)
+        model.is_sparse = True
         return stats
     make = _selector_maker(model, selection, densities)
     blocks: list[tuple[int, Block]] = [(layer, "attention") for layer in heads]
@@ -126,6 +129,7 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     if selection.sparse_phases == "decode":
         selectors = {place: SparsePhaseGate(selector) for place, selector in selectors.items()}
     stats = apply_sparsity(model, selectors)
+    model.is_sparse = True  # also on a pipeline stage whose own blocks are all dense: the stages must act alike
     if method == "predictor":  # of all layers: a pipeline stage keeps inputs for the stages after it, too
         model.max_lookahead = read_manifest(_predictor_dir(selection), model).lookahead
     return stats

@@ -105,10 +105,8 @@ def time_collecting(loaded: LoadedModel, pieces: Sequence[TokenPiece], batch_siz
         num_attention_heads=config.num_attention_heads,
     )
     started = time.perf_counter()
-    with (
-        ActivationStoreWriter(directory, layout) as writer,
-        ActivationRecorder(loaded.model, layout.layers, "both") as recorder,
-    ):
+    recorder = ActivationRecorder(loaded.model, layout.layers, "both")
+    with ActivationStoreWriter(directory, layout) as writer:
         for _ in collect_documents(recorder, writer, pieces, batch_size=batch_size, max_batch_tokens=MAX_BATCH_TOKENS):
             pass
     seconds = time.perf_counter() - started

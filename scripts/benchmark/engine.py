@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from scripts.benchmark.shapes import HF_CONFIGS, Shape
 from scripts.benchmark.timing import measure_read_ceiling
 from scripts.model_loading import resolve_device
 
+NUM_CHECKED = 4  # prompts whose log-probabilities are compared before anything is timed
 # Hugging Face rounds its logits to bfloat16: between 16 and 32 these are 0.125 apart.
 LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
@@ -63,15 +64,6 @@ class Options:
 Speed = Callable[[GenerationTimings], float]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """tokens/s by batch size, and the log-probabilities of the first prompt's continuation, to compare."""
-
-    speeds: dict[int, float]
-    logprobs: list[float]
-    token_ids: list[int]
-
-
 def requests(options: Options, config: ModelConfig, count: int) -> list[GenerationRequest]:
     """`count` prompts of random tokens."""
     generator = torch.Generator().manual_seed(options.seed)
@@ -79,14 +71,24 @@ def requests(options: Options, config: ModelConfig, count: int) -> list[Generati
     return [GenerationRequest(prompt_token_ids=row, max_new_tokens=options.new_tokens) for row in ids]
 
 
-def measure(model: Decoder, mesh: ParallelMesh, options: Options, speed: Speed) -> Measured:
-    """Run every batch size on the mesh (a collective call)."""
-    speeds, heard = {}, dict[int, GenerationResult]()
+def echoed(model: Decoder, mesh: ParallelMesh, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probabilities of the tokens of each prompt but its first, on rank 0 (a collective call)."""
+    heard: dict[int, GenerationResult] = {}
+    scored = [GenerationRequest(prompt_token_ids=prompt, max_new_tokens=0, echo=True) for prompt in prompts]
+    generate_on_mesh(model, mesh, scored, batch_size=NUM_CHECKED, on_finish=heard.__setitem__)
+    return [[float(value or 0.0) for value in (heard[idx].prompt_logprobs or [])[1:]] for idx in sorted(heard)]
+
+
+def measure(model: Decoder, mesh: ParallelMesh, options: Options, speed: Speed) -> dict[int, float]:
+    """tokens/s by batch size on the mesh (a collective call). Before a batch size is timed, what it decodes must have
+    the log-probabilities that a prefill of the same text gives."""
+    speeds = {}
     for batch_size in options.batch_size:
         # Data parallel: each replica has a batch of its own.
         batch = requests(options, model.config, batch_size * mesh.dp_size)
         found = []
-        for _ in range(options.repetitions + 1):
+        for repetition in range(options.repetitions + 1):
+            heard: dict[int, GenerationResult] = {}
             timings = GenerationTimings()
             generate_on_mesh(
                 model,
@@ -99,10 +101,22 @@ def measure(model: Decoder, mesh: ParallelMesh, options: Options, speed: Speed) 
                 warm_up=True,
             )
             found.append(speed(timings))
+            if repetition == 0:
+                check_decoding(model, mesh, batch, heard)
         speeds[batch_size] = median(found[1:])
         release()
-    first = heard[0] if heard else None
-    return Measured(speeds, first.logprobs if first else [], first.token_ids if first else [])
+    return speeds
+
+
+def check_decoding(
+    model: Decoder, mesh: ParallelMesh, batch: Sequence[GenerationRequest], heard: dict[int, GenerationResult]
+) -> None:
+    """ValueError if generated tokens have other log-probabilities than in a prefill (a collective call)."""
+    checked = range(min(NUM_CHECKED, len(batch)))
+    texts = mesh.from_rank_0(lambda: [[*batch[idx].prompt_token_ids, *heard[idx].token_ids] for idx in checked])
+    for idx, logprobs in enumerate(echoed(model, mesh, texts)):
+        decoded = heard[idx].logprobs
+        check_close(decoded, logprobs[-len(decoded) :], model.dtype, "decoding and prefill")
 
 
 def release() -> None:
@@ -140,45 +154,46 @@ def hugging_face_model(model: Decoder, shape: Shape) -> Any:
 
 
 @torch.inference_mode()
-def measure_hugging_face(model: Decoder, options: Options, *, decode: bool) -> Measured:
+def echoed_by_hugging_face(theirs: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """As `echoed`."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=theirs.device)
+        logprobs = theirs(ids).logits[0, :-1].float().log_softmax(-1)
+        found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
+    return found
+
+
+@torch.inference_mode()
+def measure_hugging_face(theirs: Any, config: ModelConfig, options: Options, *, decode: bool) -> dict[int, float]:
     """tokens/s of transformers' `generate`, greedy: of its prefill (one new token), or of the tokens after it."""
-    theirs = hugging_face_model(model, options.shape)
-    speeds, logprobs, token_ids = {}, [], []
+    speeds = {}
     for batch_size in options.batch_size:
-        prompts = [request.prompt_token_ids for request in requests(options, model.config, batch_size)]
-        ids = torch.tensor(prompts, device=model.device)
+        prompts = [request.prompt_token_ids for request in requests(options, config, batch_size)]
+        ids = torch.tensor(prompts, device=theirs.device)
         count = min(options.new_tokens, 24) if decode else 1  # a step is slow, and as slow as the next
 
-        def timed(new_tokens: int, ids: torch.Tensor = ids) -> tuple[float, Any]:
-            synchronize(model.device)
+        def seconds(new_tokens: int, ids: torch.Tensor = ids) -> float:
+            synchronize(ids.device)
             started = time.perf_counter()
-            output = theirs.generate(
+            theirs.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
                 do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
                 pad_token_id=0,
             )
-            synchronize(model.device)
-            return time.perf_counter() - started, output
+            synchronize(ids.device)
+            return time.perf_counter() - started
 
-        timed(2)
+        seconds(2)
         found = []
         for _ in range(options.repetitions):
-            prefill_s, output = timed(1)
-            if decode:
-                whole_s, output = timed(count + 1)
-                found.append(batch_size * count / (whole_s - prefill_s))
-            else:
-                found.append(ids.numel() / prefill_s)
+            prefill_s = seconds(1)
+            found.append(batch_size * count / (seconds(count + 1) - prefill_s) if decode else ids.numel() / prefill_s)
         speeds[batch_size] = median(found)
-        token_ids = output.sequences[0, ids.shape[1] :].tolist()
-        logits = [step[0].float().log_softmax(-1) for step in output.logits]
-        logprobs = [float(step[token]) for step, token in zip(logits, token_ids, strict=True)]
-    return Measured(speeds, logprobs, token_ids)
+    return speeds
 
 
 def synchronize(device: torch.device) -> None:
@@ -187,17 +202,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_close(ours: Measured, theirs: Measured, dtype: torch.dtype, what: str) -> float:
-    """The largest difference of log-probability until the two choose differently; ValueError if it is large."""
-    largest = 0.0
-    for place, (here, there) in enumerate(zip(ours.logprobs, theirs.logprobs, strict=False)):
-        difference = abs(here - there)
-        if not difference <= LOGPROB_TOLERANCE[dtype]:  # NaN is not
-            raise ValueError(f"{what}: log-probabilities differ by {difference}; it is not timed")
-        largest = max(largest, difference)
-        if ours.token_ids[place] != theirs.token_ids[place]:
-            break
-    return largest
+def check_close(ours: Sequence[float], theirs: Sequence[float], dtype: torch.dtype, what: str) -> None:
+    """ValueError if two lists of log-probabilities of the same tokens are not close."""
+    largest = max(abs(here - there) for here, there in zip(ours, theirs, strict=True))
+    if not all(abs(here - there) <= LOGPROB_TOLERANCE[dtype] for here, there in zip(ours, theirs, strict=True)):
+        raise ValueError(f"{what}: log-probabilities of the same tokens differ by {largest}; it is not timed")
 
 
 def bytes_of_weights(model: Decoder) -> int:
@@ -212,15 +221,23 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
     config = ModelConfig.from_hf(HF_CONFIGS[options.shape])
-    baselines: dict[str, Measured] = {}
+    prompts = [request.prompt_token_ids for request in requests(options, config, NUM_CHECKED)]
+    baselines: dict[str, dict[int, float]] = {}
+    expected: list[list[float]] = []
     ceiling, num_bytes = 0.0, 0
     if mesh.rank == 0:
         model = random_model(config, seed=options.seed, dtype=dtype, device=device)
         num_bytes = bytes_of_weights(model)
-        baselines["one rank"] = measure(model, ParallelMesh.single(device), options, speed)
+        single = ParallelMesh.single(device)
+        expected = echoed(model, single, prompts)
+        baselines["one rank"] = measure(model, single, options, speed)
         if options.hugging_face:
-            baselines["Hugging Face, one rank"] = measure_hugging_face(model, options, decode=name == "decode")
-            check_close(baselines["one rank"], baselines["Hugging Face, one rank"], dtype, "ours and Hugging Face")
+            theirs = hugging_face_model(model, options.shape)
+            for here, there in zip(expected, echoed_by_hugging_face(theirs, prompts), strict=True):
+                check_close(here, there, dtype, "ours and Hugging Face")
+            speeds = measure_hugging_face(theirs, config, options, decode=name == "decode")
+            baselines["Hugging Face, one rank"] = speeds
+            del theirs
         ceiling = measure_read_ceiling(device)
         del model
         release()
@@ -231,11 +248,11 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
         model = random_model(
             config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
         )
+        for here, there in zip(echoed(model, mesh, prompts), expected, strict=False):  # on rank 0
+            check_close(here, there, dtype, "this mesh and one rank")
         found = measure(model, mesh, options, speed)
     records = []
     if mesh.rank == 0:
-        for what, baseline in baselines.items():
-            check_close(found, baseline, dtype, f"this mesh and {what}")
         labels = {
             "shape": options.shape,
             "method": "dense",
@@ -247,9 +264,10 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
             "prompt_tokens": options.prompt_tokens,
             "new_tokens": options.new_tokens,
         }
-        for batch_size, value in found.speeds.items():
-            steps_per_s = value / batch_size / mesh.dp_size
-            achieved = steps_per_s * num_bytes / 1e9 / mesh.pp_size / mesh.tp_size
+        for batch_size, value in found.items():
+            # A stage reads its weights once for each micro-batch.
+            reads_per_s = value / batch_size / mesh.dp_size * min(mesh.pp_size, batch_size)
+            achieved = reads_per_s * num_bytes / 1e9 / mesh.pp_size / mesh.tp_size
             extras: dict[str, Any] = {}
             if name == "decode":
                 extras = {
@@ -258,8 +276,8 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
                     "achieved_gb_per_s_each": achieved,
                     "ceiling_gb_per_s_each": ceiling,
                 }
-            for what, baseline in baselines.items() or [("", replace(found, speeds={}))]:
-                compared = {"name": what, "value": baseline.speeds[batch_size]} if what else None
+            for what, baseline in baselines.items() or [("", found)]:
+                compared = {"name": what, "value": baseline[batch_size]} if what else None
                 records.append(
                     make_record(
                         name,

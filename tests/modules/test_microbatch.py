@@ -40,6 +40,7 @@ def tiny(kind: str, sparse: bool) -> Decoder:
     for layer in model.layers if sparse and kind == "llama" else ():
         for block in BLOCKS:
             model.half_block(layer, block).block.selector = ByToken()
+    model.is_sparse = sparse and kind == "llama"
     return model
 
 

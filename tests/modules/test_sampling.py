@@ -62,7 +62,11 @@ def test_equally_likely_tokens_at_the_border_are_kept_by_lowest_id() -> None:
     assert greedy(torch.tensor([[1.0, 7.0, 7.0, 7.0]])).tolist() == [1]
 
 
-@given(st.integers(1, 400), st.floats(0.01, 1.0), st.sampled_from([-1, 1, 7, 150]), st.floats(0.1, 30.0))
+# Not closer to 1 than the slack of the test's own sum.
+TOP_P = st.one_of(st.floats(0.01, 1 - 1e-9), st.just(1.0))
+
+
+@given(st.integers(1, 400), TOP_P, st.sampled_from([-1, 1, 7, 150]), st.floats(0.1, 30.0))
 def test_kept_set_equals_a_full_sort(vocab_size: int, top_p: float, top_k: int, spread: float) -> None:
     weights = torch.rand(3, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).pow(spread)
     weights = weights / weights.amax(-1, keepdim=True)

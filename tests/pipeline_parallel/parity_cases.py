@@ -34,7 +34,6 @@ MODELS = {
     for name in (
         "llama-24-heads-8-groups",
         "llama-9-heads-3-groups",
-        "llama-tied",
         "opt",
         "opt-post-norm-projected",
     )
@@ -61,7 +60,6 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
 SPARSE_CASES = [("llama-24-heads-8-groups", name) for name in SPARSE] + [
     ("opt", "oracle"),
     ("opt", "predictor"),
-    ("llama-9-heads-3-groups", "predictor"),
 ]
 
 

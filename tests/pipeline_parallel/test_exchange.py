@@ -50,6 +50,7 @@ def rank_model(mesh: ParallelMesh, sparse: bool) -> Decoder:
     for layer in model.layers if sparse else ():
         for block in BLOCKS:
             model.half_block(layer, block).block.selector = EveryThird()
+    model.is_sparse = sparse
     return model
 
 

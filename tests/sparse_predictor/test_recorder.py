@@ -9,7 +9,7 @@ from modules.decoder import Decoder
 from modules.scoring import pad_right
 from sparse_predictor.collect import ActivationRecorder, head_columns, neuron_columns, ragged_batches
 from sparse_predictor.labels import LabelDefinition
-from tests.modules.tiny_models import KINDS, LLAMA, tiny_decoder
+from tests.modules.tiny_models import KINDS, LLAMA, random_tokens, tiny_decoder
 from tests.modules.unit_shard_ranks import Ranks, cut_decoders, head_plans
 from tests.sparse_predictor.tiny_stages import ragged_documents
 
@@ -92,3 +92,17 @@ def test_batches_respect_both_limits() -> None:
     pieces = [TokenPiece(document_id=str(n), token_ids=[0] * n) for n in lengths]
     batches = list(ragged_batches(pieces, batch_size=3, max_batch_tokens=20))
     assert [[len(piece.token_ids) for piece in batch] for batch in batches] == [[4, 4], [9, 1], [1, 1, 1], [30]]
+
+
+def test_only_its_own_passes_are_recorded_by_a_recorder_that_is_not_open() -> None:
+    model = tiny_decoder(KINDS["llama"])
+    recorder = ActivationRecorder(model, [0, 1, 2], "both")
+    recorder.run(random_tokens(2, 6), torch.tensor([6, 4]))
+    before = {layer: {name: rows.copy() for name, rows in arrays.items()} for layer, arrays in recorder.rows.items()}
+    assert before[0]["mlp_x"].shape[0] == 10
+    # Half-blocks run outside of `forward`, as a captured decode step does, between two batches.
+    tokens = random_tokens(3, 5)
+    forward_pass = model.begin(tokens)
+    model.run_half_blocks(*model.enter(tokens, forward_pass), forward_pass)
+    for layer, arrays in recorder.rows.items():
+        assert all((rows == before[layer][name]).all() for name, rows in arrays.items())

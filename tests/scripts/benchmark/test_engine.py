@@ -11,7 +11,13 @@ import scripts.benchmark.first_request
 import scripts.benchmark.prefill
 from analysis.results import read_records
 from analysis.tables import all_tables
-from scripts.benchmark.engine import Measured, Options, check_close
+from modules.checkpoint import random_model
+from modules.config import ModelConfig
+from modules.generation import generate
+from modules.requests import GenerationRequest
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.benchmark.engine import Options, check_close, check_decoding, echoed
+from scripts.benchmark.shapes import HF_CONFIGS
 
 TINY = {"shape": "tiny", "prompt_tokens": 16, "repetitions": 1, "device": "cpu", "quiet": True}
 
@@ -48,9 +54,26 @@ def test_what_the_first_request_pays_is_recorded(tmp_path: Path) -> None:
 
 
 def test_speeds_of_models_that_differ_are_refused() -> None:
-    ours = Measured({1: 1.0}, [-1.0, -2.0, -9.0], [5, 6, 7])
-    assert check_close(ours, Measured({1: 1.0}, [-1.0, -2.0, -3.0], [5, 8, 9]), torch.float32, "these") == 0.0
-    with pytest.raises(ValueError, match="these: log-probabilities differ by 1.0; it is not timed"):
-        check_close(ours, Measured({1: 1.0}, [-1.0, -3.0], [5, 6]), torch.float32, "these")
-    with pytest.raises(ValueError, match="differ by nan"):
-        check_close(ours, Measured({1: 1.0}, [float("nan")], [5]), torch.float32, "these")
+    check_close([-1.0, -2.0], [-1.0, -2.0005], torch.float32, "these")
+    for other in ([-1.0, -3.0], [-1.0, float("nan")]):
+        with pytest.raises(ValueError, match="these: log-probabilities of the same tokens differ by"):
+            check_close([-1.0, -2.0], other, torch.float32, "these")
+
+
+def test_another_models_log_probabilities_are_far_from_ours() -> None:
+    config = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+    prompts = [list(range(3, 40))]
+    ours, other = (echoed(random_model(config, seed=seed), ParallelMesh.single("cpu"), prompts) for seed in (0, 1))
+    with pytest.raises(ValueError, match="it is not timed"):
+        check_close(ours[0], other[0], torch.float32, "two models")
+
+
+def test_decoding_that_does_not_agree_with_prefill_is_not_timed() -> None:
+    config = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+    model, mesh = random_model(config), ParallelMesh.single("cpu")
+    batch = [GenerationRequest(prompt_token_ids=[5, 6, 7], max_new_tokens=3)]
+    heard = dict(enumerate(generate(model, batch, eos_token_ids=())))
+    check_decoding(model, mesh, batch, heard)
+    spoiled = {0: replace(heard[0], logprobs=[value + 0.1 for value in heard[0].logprobs])}
+    with pytest.raises(ValueError, match="decoding and prefill"):
+        check_decoding(model, mesh, batch, spoiled)
