@@ -20,15 +20,21 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "post-norm-heads": ("opt-post-norm-projected", HEADS),
     "few-rows": ("llama", {"method": ("predictor", "cats"), "window": 8, "max_windows": 8, "batch_size": 1}),
     "dense-phase": ("llama", {"method": ("random", "teal"), "sparse_phases": "decode"}),
+    # Only the last layer's heads choose: the first stage of a pipeline has nothing sparse, and must act as if it had.
+    "last-layer": ("llama", {"method": ("oracle",), "max_windows": 2, "decode_tokens": 2}),
     "own-text": ("llama", {"method": ("random",), "corpus": "self:1", "max_tokens": 60, "decode_tokens": 2}),
 }
+LAST_LAYER = {"mlp": [1, 1, 1], "attention": [1, 1, 0.5]}
 # Writing text is slow where four ranks share two cores.
-CASES = [(run, mesh) for mesh in MESHES for run in RUNS if run != "own-text" or mesh in ("tp2-pp2", "dp4")]
+ONLY = {"own-text": ("tp2-pp2", "dp4"), "last-layer": ("pp2-dp2",)}
+CASES = [(run, mesh) for mesh in MESHES for run in RUNS if mesh in ONLY.get(run, MESHES)]
 
 
 def options(folder: Path, run: str, output: Path, **more: Any) -> Options:
     """Of a run; without `tp_size` and `pp_size` and without a launcher those of one process."""
     kind, changes = RUNS[run]
+    if run == "last-layer":
+        changes = {**changes, "density_budget": folder / "budget.json"}
     found = {"corpus": str(folder / "test.jsonl"), "dtype": "float64", "window": 32, "batch_size": 2, **changes, **more}
     return Options(
         model=str(folder / kind / "model"), predictors=folder / kind / "predictors", output=output, quiet=True, **found

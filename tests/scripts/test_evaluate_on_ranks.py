@@ -1,5 +1,6 @@
 """Evaluating with several processes: the records are those of one process, however the model was cut."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from analysis.comparison import compare
 from analysis.results import Record, read_records
 from scripts.evaluate import main
 from tests.pipeline_parallel.launching import start_ranks, wait_all
-from tests.scripts.sharded_evaluation import CASES, MESHES, MODELS, options
+from tests.scripts.sharded_evaluation import CASES, LAST_LAYER, MESHES, MODELS, options
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents, train, write_corpus
 
 
@@ -22,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = model_folder(made / kind / "model", hf_config)
         train(model, collect(model, made / kind / "store"), made / kind / "predictors", standin_rank="4")
     write_corpus(made / "test.jsonl", ragged_documents([40, 64, 2, 33], seed=5))
+    (made / "budget.json").write_text(json.dumps(LAST_LAYER))
     for number in range(2):
         write_corpus(made / f"text-{number}.jsonl", ragged_documents([40], seed=number))
     ended = wait_all(start_ranks(["-m", "tests.scripts.sharded_evaluation", str(made)], 4), timeout_s=240)
