@@ -203,11 +203,13 @@ def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> li
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
-    measured = "Measured on " + "; ".join(environment_lines(records)) + "."
-    snippets = {
-        name: "\n\n".join([*(table.to_markdown() for table in tables), measured])
-        for name, tables in all_tables(records).items()
-    }
+    snippets = {}
+    for name, tables in all_tables(records).items():
+        # Of a table's own records: another table's machine is none of its business.
+        names = QUALITY_NAMES if name == "main" else (name,)
+        lines = environment_lines([record for record in records if record["name"] in names])
+        measured = f"Measured on {'; '.join(lines)}."
+        snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
     text, replaced = replace_snippets(path.read_text(encoding="utf-8"), snippets)
     if not replaced:
         markers = ", ".join(f"<!-- table:{name} -->" for name in snippets)

@@ -6,15 +6,7 @@ the case of a host that holds one rank. (The ranks of one host share their cache
 the file's type; memory is the peak of anonymous memory (RssAnon) over that before loading: pages of mapped files are
 the kernel's to take back.
 
-What was measured, on 1068 MiB of this shape: pipeline stages read their slices and nothing else. At tp 4 a slice is
-267 MiB and a rank reads 366, because the output projections lie on disk as [hidden_size, inputs]: a rank's columns
-are 4 KiB of each 16 KiB row of the down projection, which touch 2 pages of 4, and 1 KiB of each 4 KiB row of `o_proj`,
-so every page. (In the shape of Llama-3.1-8B they are 7 of 28 KiB: 39 % of that file.) Rank 0 read 540: the kernel
-takes the start of a file for a sequential read, and its window was 8 MiB; with the usual 128 KiB it read 365 as well.
-Without `modules.shards.read_ahead` a rank read 908 to 940 MiB with that window, 495 to 502 with the usual one, in
-the same time (0.5 to 1.5 s, busy machine). Not used: MADV_RANDOM alone reads as little, but page by page, 10 times
-slower; with read_ahead it would spare rank 0 its excess, but a page that is dropped too early would cost as much.
-One file of safetensors instead: 793 with the 8 MiB window, since that library touches each tensor it hands out.
+What was measured, and what was tried, is in LOG.md.
 """
 
 import ctypes

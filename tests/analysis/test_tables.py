@@ -143,6 +143,17 @@ def test_readme_tables_are_rewritten_between_their_markers(tmp_path: Path, sampl
     assert readme.read_text() == once
 
 
+def test_a_readme_table_names_the_machines_of_its_own_records(tmp_path: Path, sample_records: Records) -> None:
+    elsewhere = {**sample_records[0]["environment"], "cpu": "Another CPU"}
+    prefill = make_record("prefill", {"tp_size": 2}, "tokens_per_s", 5.0, "tokens/s", environment=elsewhere)
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table:main -->\n<!-- /table:main -->\n<!-- table:prefill -->\n<!-- /table:prefill -->\n")
+    update_readme(readme, [*sample_records, prefill])
+    main, _, other = readme.read_text().partition("<!-- table:prefill -->")
+    assert "Example CPU" in main and "Another CPU" not in main
+    assert "Another CPU" in other and "Example CPU" not in other
+
+
 def test_readme_faults_are_named(tmp_path: Path, sample_records: Records) -> None:
     readme = tmp_path / "README.md"
     with pytest.raises(FileNotFoundError, match="no such Markdown file"):
