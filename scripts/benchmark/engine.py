@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,13 @@ from loguru import logger
 
 from analysis.results import Record, append_record, make_record
 from modules.checkpoint import random_model
-from modules.checkpoint_keys import tensor_locations
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
+from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
 from scripts.benchmark.shapes import HF_CONFIGS, Shape
 from scripts.benchmark.timing import measure_read_ceiling
 from scripts.model_loading import resolve_device
@@ -126,82 +125,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def hugging_face_model(model: Decoder, shape: Shape) -> Any:
-    """transformers' own class with the weights of our (whole) model, in its layout."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**HF_CONFIGS[shape]), dtype=model.dtype)
-    state = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    prefixes = {"embs": "", "lm_head": ""}
-    body = "model." if model.config.model_type == "llama" else "model.decoder."
-    for name, location in tensor_locations(model, model.config).items():
-        value = parameters[name].data
-        part = prefixes.get(location.part, f"layers.{location.part}.")
-        key = location.key if location.key.startswith("lm_head") else f"{body}{part}{location.key}"
-        state[key] = value.t().contiguous() if location.transposed else value
-    theirs.load_state_dict(state, strict=True, assign=True)
-    # Buffers that are computed, not stored (rotary frequencies), are still without values.
-    fresh = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**HF_CONFIGS[shape] | {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8})
-    )
-    computed = dict(fresh.named_buffers())
-    for name, _ in list(theirs.named_buffers()):
-        module, _, kind = name.rpartition(".")
-        theirs.get_submodule(module).register_buffer(kind, computed[name].to(model.device), persistent=False)
-    return theirs.eval()
-
-
-@torch.inference_mode()
-def echoed_by_hugging_face(theirs: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """As `echoed`."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=theirs.device)
-        logprobs = theirs(ids).logits[0, :-1].float().log_softmax(-1)
-        found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist())
-    return found
-
-
-@torch.inference_mode()
-def measure_hugging_face(theirs: Any, config: ModelConfig, options: Options, *, decode: bool) -> dict[int, float]:
-    """tokens/s of transformers' `generate`, greedy: of its prefill (one new token), or of the tokens after it."""
-    speeds = {}
-    for batch_size in options.batch_size:
-        prompts = [request.prompt_token_ids for request in requests(options, config, batch_size)]
-        ids = torch.tensor(prompts, device=theirs.device)
-        count = min(options.new_tokens, 24) if decode else 1  # a step is slow, and as slow as the next
-
-        def seconds(new_tokens: int, ids: torch.Tensor = ids) -> float:
-            synchronize(ids.device)
-            started = time.perf_counter()
-            theirs.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            synchronize(ids.device)
-            return time.perf_counter() - started
-
-        seconds(2)
-        found = []
-        for _ in range(options.repetitions):
-            prefill_s = seconds(1)
-            found.append(batch_size * count / (seconds(count + 1) - prefill_s) if decode else ids.numel() / prefill_s)
-        speeds[batch_size] = median(found)
-    return speeds
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def check_close(ours: Sequence[float], theirs: Sequence[float], dtype: torch.dtype, what: str) -> None:
     """ValueError if two lists of log-probabilities of the same tokens are not close."""
     largest = max(abs(here - there) for here, there in zip(ours, theirs, strict=True))
@@ -235,8 +158,13 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
             theirs = hugging_face_model(model, options.shape)
             for here, there in zip(expected, echoed_by_hugging_face(theirs, prompts), strict=True):
                 check_close(here, there, dtype, "ours and Hugging Face")
-            speeds = measure_hugging_face(theirs, config, options, decode=name == "decode")
-            baselines["Hugging Face, one rank"] = speeds
+            batches = {
+                batch_size: [request.prompt_token_ids for request in requests(options, config, batch_size)]
+                for batch_size in options.batch_size
+            }
+            baselines["Hugging Face, one rank"] = measure_hugging_face(
+                theirs, batches, new_tokens=options.new_tokens, repetitions=options.repetitions, decode=name == "decode"
+            )
             del theirs
         ceiling = measure_read_ceiling(device)
         del model
