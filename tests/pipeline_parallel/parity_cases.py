@@ -41,11 +41,6 @@ MODELS = {
 BATCH_SIZES = (1, 8)
 
 
-def sparse_batch_sizes(name: str, dp_size: int) -> tuple[int, ...]:
-    """One at a time, so that calls can be compared in order; together where replicas split them, and for one method."""
-    return BATCH_SIZES if name == "predictor" else (8,) if dp_size > 1 else (1,)
-
-
 # variant of the predictors, and the selection; everything is sparse in the prompt, too, unless said otherwise
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "oracle": ("standin", {"method": "oracle", "head_density": 0.5}),
@@ -61,6 +56,13 @@ SPARSE_CASES = [("llama-24-heads-8-groups", name) for name in SPARSE] + [
     ("opt", "oracle"),
     ("opt", "predictor"),
 ]
+
+
+def sparse_runs(dp_size: int) -> list[tuple[str, str, int]]:
+    """(model, method, batch size): one at a time, so that calls can be compared in order. Replicas do not change what a
+    method does, so there the predictor alone is run; it is also run together."""
+    single = [(kind, name, 1) for kind, name in SPARSE_CASES if dp_size == 1 or name == "predictor"]
+    return single + [(kind, name, 8) for kind, name in SPARSE_CASES if name == "predictor"]
 
 
 def requests(*, greedy: bool = False) -> list[GenerationRequest]:
@@ -153,15 +155,14 @@ def run_all(folder: Path) -> dict[str, Any]:
                 for batch_size in BATCH_SIZES:
                     answers = run_dense(model, mesh, batch_size)
                     found[f"dense {kind} tp{tp_size} pp{pp_size} batch{batch_size}"] = answers
-            for kind, name in SPARSE_CASES:
+            for kind, name, batch_size in sparse_runs(mesh.dp_size):
                 model = load_model(
                     folder / kind / "model",
                     dtype=torch.float64,
                     prepare=lambda model, mesh=mesh: parallelise(model, mesh),
                 )
-                for batch_size in sparse_batch_sizes(name, mesh.dp_size):
-                    case = run_sparse(model, mesh, folder / kind / SPARSE[name][0], name, batch_size)
-                    found[f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"] = case
+                case = run_sparse(model, mesh, folder / kind / SPARSE[name][0], name, batch_size)
+                found[f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"] = case
         if launch.rank == 0:
             (folder / f"world{launch.world_size}.json").write_text(json.dumps(found))
     return found

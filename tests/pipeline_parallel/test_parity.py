@@ -22,7 +22,7 @@ from tests.pipeline_parallel.parity_cases import (
     SPARSE_CASES,
     run_dense,
     run_sparse,
-    sparse_batch_sizes,
+    sparse_runs,
 )
 from tests.sparse_predictor.conftest import VARIANTS
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
@@ -127,13 +127,12 @@ def test_sparse_answers_and_active_sets_do_not_depend_on_the_cut(
     size, found = world
     for tp_size, pp_size in MESHES[size]:
         dp_size = size // (tp_size * pp_size)
-        for kind, name in SPARSE_CASES:
-            for batch_size in sparse_batch_sizes(name, dp_size):
-                case = f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"
-                answers, ranks = found[case]
-                theirs, (whole,) = expected(f"{name} {kind} batch{batch_size}")
-                assert_same(answers, theirs, 1e-9, case)
-                # One request at a time, in one replica: the calls come in the same order.
-                if batch_size == 1 and dp_size == 1 and name != "teal":
-                    assert joined_sets(ranks, tp_size, pp_size) == joined_sets([whole], 1, 1), case
-                    assert sum(len(calls) for calls in whole.values()) > 0, case
+        for kind, name, batch_size in sparse_runs(dp_size):
+            case = f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"
+            answers, ranks = found[case]
+            theirs, (whole,) = expected(f"{name} {kind} batch{batch_size}")
+            assert_same(answers, theirs, 1e-9, case)
+            # One request at a time, in one replica: the calls come in the same order.
+            if batch_size == 1 and dp_size == 1 and name != "teal":
+                assert joined_sets(ranks, tp_size, pp_size) == joined_sets([whole], 1, 1), case
+                assert sum(len(calls) for calls in whole.values()) > 0, case
