@@ -18,12 +18,17 @@ echo "==> ruff format --check"
 $python -m ruff format --check "${sources[@]}" tests
 echo "==> ruff check"
 $python -m ruff check "${sources[@]}" tests
+# Triton reads TRITON_INTERPRET when it is imported, and then compiles nothing: hence a process of its own, beside mypy.
+interpreter_log="$(mktemp)"
+trap 'rm -f "$interpreter_log"' EXIT
+TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter >"$interpreter_log" 2>&1 &
+interpreter=$!
 echo "==> mypy ${sources[*]}"
 $python -m mypy "${sources[@]}"
-if [ -d tests/kernels_interpreter ]; then
-    # Triton reads the variable when it is imported, and then compiles nothing: hence a process of its own.
-    echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
-    TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter
-fi
+echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
+interpreted=0
+wait "$interpreter" || interpreted=$?
+cat "$interpreter_log"
+[ "$interpreted" -eq 0 ]
 echo "==> pytest tests"
 $python -m pytest tests

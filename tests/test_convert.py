@@ -19,15 +19,8 @@ import convert_llama_checkpoint
 from convert_llama_checkpoint import run
 from modules.checkpoint import load_model
 from modules.checkpoint_files import ShardFiles
-from tests.modules.tiny_models import (
-    KINDS,
-    LLAMA,
-    OPT,
-    random_tokens,
-    save_hf_folder,
-    tiny_decoder,
-    tiny_hf_model,
-)
+from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
+from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
 
 Convert = Callable[..., str]
 

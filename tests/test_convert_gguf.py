@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from convert_llama_checkpoint import Options, main
 from modules.checkpoint import load_config, load_model
 from modules.config import ModelConfig
-from tests.modules.tiny_models import LLAMA, LLAMA3_SCALING, random_tokens, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_kinds import LLAMA, LLAMA3_SCALING, random_tokens
+from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
 TOKENS = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "12", "123"]
 GGUF = LLAMA | {

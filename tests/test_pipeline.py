@@ -22,7 +22,8 @@ from analysis.results import read_records
 from data.activation_store import ActivationStore
 from modules.checkpoint import load_model
 from sparse_predictor.store import load_predictors
-from tests.modules.tiny_models import KINDS, LLAMA, save_hf_folder
+from tests.modules.tiny_kinds import KINDS, LLAMA
+from tests.modules.tiny_models import save_hf_folder
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(128))]

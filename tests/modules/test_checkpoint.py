@@ -14,7 +14,8 @@ from modules.checkpoint import CheckpointWriter, load_config, load_model, random
 from modules.checkpoint_keys import expected_shapes, parts
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from tests.modules.tiny_models import KINDS, LLAMA, OPT, random_tokens, save_hf_folder, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
+from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
 
 LAYOUT_KINDS = ["llama-tied", "llama-biases", "opt", "opt-post-norm-projected", "opt-no-final-norm", "opt-plain-norms"]
 

@@ -22,7 +22,8 @@ from modules.checkpoint_files import StateDict, checkpoint_fingerprint
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.shards import Shard, set_parameter
-from tests.modules.tiny_models import KINDS, LLAMA, save_hf_folder, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_kinds import KINDS, LLAMA
+from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
 
 CUT = re.compile(r".*\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)|embeddings\.tokens\.weight|lm_head\.weight")
 KINDS_TO_CUT = ["llama", "llama-tied", "llama-biases", "opt", "opt-untied", "opt-post-norm-projected"]

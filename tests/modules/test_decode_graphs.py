@@ -17,7 +17,8 @@ from modules.decoder import Decoder
 from modules.generation import generate, prefill
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams
-from tests.modules.tiny_models import LLAMA, OPT, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA, OPT, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 
 LENGTHS = [9, 1, 17, 4, 12]
 

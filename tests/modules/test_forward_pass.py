@@ -8,7 +8,8 @@ from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass, lookahead_inputs
 from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.selection import apply_sparsity
-from tests.modules.tiny_models import KINDS, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import KINDS, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 
 
 class LooksBack:

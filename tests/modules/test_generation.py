@@ -12,7 +12,8 @@ from modules.requests import GenerationRequest, GenerationResult, GenerationTimi
 from modules.sampling import SamplingParams
 from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.selection import apply_sparsity
-from tests.modules.tiny_models import LLAMA, OPT, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA, OPT, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 
 LENGTHS = [9, 1, 17, 4, 1, 12]
 NO_EOS: tuple[int, ...] = ()

@@ -15,7 +15,8 @@ from modules.generation import generate
 from modules.microbatch import Microbatch, densities
 from modules.requests import GenerationRequest, RunningRequest
 from modules.sparsity import BLOCKS, ActiveSet, SelectionContext
-from tests.modules.tiny_models import LLAMA, OPT, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA, OPT, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 
 CONTEXT = 64
 Lengths = list[tuple[int, int]]

@@ -11,7 +11,8 @@ from modules.checkpoint_files import StateDict
 from modules.checkpoint_keys import expected_shapes
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from tests.modules.tiny_models import KINDS, OPT, random_tokens, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_kinds import KINDS, OPT, random_tokens
+from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
 TOLERANCE = 1e-4
 GOLDEN_LOSS = 5.66817752253038

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import modules.scoring
 from modules.decoder import Decoder
 from modules.scoring import Likelihood, perplexity, score_tokens, score_windows, token_logprobs
-from tests.modules.tiny_models import LLAMA, OPT, random_tokens, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_kinds import LLAMA, OPT, random_tokens
+from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from modules.mlp import unit_norms
 from modules.selectors import OracleSelector, RandomSelector, StaticSelector, contribution
 from modules.sparsity import BLOCKS, ActiveSet, Selector, SparsityStats, num_kept
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection
-from tests.modules.tiny_models import KINDS, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import KINDS, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 from tests.modules.unit_shard_ranks import Ranks, Watched, context_of, cut_decoders, head_plans, unit_shard
 
 PLANS = head_plans()

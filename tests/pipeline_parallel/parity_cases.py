@@ -20,7 +20,7 @@ from pipeline_parallel.engine import generate_on_mesh, parallelise
 from pipeline_parallel.launch import distributed
 from pipeline_parallel.mesh import ParallelMesh
 from sparse_predictor.selection import Selection, attach_selection
-from tests.modules.tiny_models import KINDS, random_tokens
+from tests.modules.tiny_kinds import KINDS, random_tokens
 
 # (tp, pp) by world size; what is left over is data parallel.
 MESHES = {

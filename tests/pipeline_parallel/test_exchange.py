@@ -20,7 +20,7 @@ from modules.sparsity import BLOCKS, ActiveSet, SelectionContext
 from pipeline_parallel.engine import exchange_of, parallelise
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.stage import StageLinks
-from tests.modules.tiny_models import LLAMA
+from tests.modules.tiny_kinds import LLAMA
 from tests.pipeline_parallel.thread_ranks import on_threads
 
 TINY = LLAMA | {"hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 4, "max_position_embeddings": 24}

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scripts.infer import Options, main
-from tests.modules.tiny_models import KINDS, LLAMA, random_tokens, save_hf_folder
+from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
+from tests.modules.tiny_models import save_hf_folder
 from tests.pipeline_parallel.launching import Ended, Started, start_ranks, start_torchrun, wait_all
 
 WORKER = str(Path(__file__).with_name("infer_on_rank.py"))

@@ -13,7 +13,7 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.stage import apply_pipeline, plan_stages, stages_of
-from tests.modules.tiny_models import KINDS
+from tests.modules.tiny_kinds import KINDS
 
 sizes = st.integers(0, 50)
 

@@ -19,7 +19,8 @@ from pipeline_parallel.engine import parallelise
 from pipeline_parallel.head_plan import plan_heads
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.tensor_parallel import ShardedHead, apply_tensor_parallel, even_range
-from tests.modules.tiny_models import KINDS, LLAMA, random_tokens, tiny_hf_model
+from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
+from tests.modules.tiny_models import tiny_hf_model
 
 SHAPES = {(24, 8): (1, 2, 3, 4, 8, 16), (9, 3): (1, 2, 3), (14, 2): (2, 4, 8), (15, 5): (2, 3)}
 SHAPES |= {(28, 4): (2,), (40, 8): (2, 4), (6, 6): (4,)}

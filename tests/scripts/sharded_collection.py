@@ -13,7 +13,7 @@ from data.activation_store import ActivationStoreWriter
 from data.shard_writer import open_shard_writer
 from pipeline_parallel.launch import distributed
 from scripts.collect import Options
-from tests.modules.tiny_models import KINDS
+from tests.modules.tiny_kinds import KINDS
 
 MODELS = {
     # 82 neurons on 4 ranks: 21, 21, 21, 19, no whole bytes of bits; 2 groups of 3 query heads on 4 ranks: 1, 2, 1, 2

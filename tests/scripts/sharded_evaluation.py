@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline_parallel.launch import current_launch, distributed
 from scripts.evaluate import Options, main
-from tests.modules.tiny_models import KINDS
+from tests.modules.tiny_kinds import KINDS
 
 MODELS = {name: KINDS[name] for name in ("llama", "opt-post-norm-projected")}
 MESHES = {"tp4": (4, 1), "tp2-pp2": (2, 2), "pp2-dp2": (1, 2), "dp4": (1, 1)}  # tp, pp; of four ranks the rest is dp

@@ -17,7 +17,8 @@ from data.activation_store import ActivationStore, ActivationStoreWriter
 from scripts.collect import Options, main, parse_layers
 from scripts.command_line import run_stage
 from sparse_predictor.collect import ActivationRecorder
-from tests.modules.tiny_models import KINDS, LLAMA, OPT, save_hf_folder
+from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
+from tests.modules.tiny_models import save_hf_folder
 from tests.sparse_predictor.tiny_stages import (
     collect,
     model_folder,

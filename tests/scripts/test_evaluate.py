@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from analysis.results import read_records
 from scripts.command_line import run_stage
 from scripts.evaluate import Options, main
-from tests.modules.tiny_models import KINDS, LLAMA
+from tests.modules.tiny_kinds import KINDS, LLAMA
 from tests.sparse_predictor.tiny_stages import (
     collect,
     model_folder,

@@ -20,7 +20,8 @@ from modules.sampling import SamplingParams
 from scripts.command_line import run_stage
 from scripts.infer import Options, main
 from scripts.model_loading import ModelOptions, chat_token_ids, resolve_device, resolve_model
-from tests.modules.tiny_models import LLAMA, save_hf_folder, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import save_hf_folder, tiny_decoder
 
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(128))]
 CHAT_TEMPLATE = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}w1"

@@ -16,7 +16,8 @@ from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import load_predictors
 from sparse_predictor.training_data import TrainingRows
-from tests.modules.tiny_models import KINDS, LLAMA, OPT, tiny_decoder
+from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import QUICK, collect, model_folder, one_error_line, ragged_documents, train
 
 

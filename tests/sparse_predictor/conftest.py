@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.activation_store import ActivationStore
-from tests.modules.tiny_models import KINDS
+from tests.modules.tiny_kinds import KINDS
 from tests.sparse_predictor.tiny_stages import Trained, collect, model_folder, train
 
 VARIANTS: dict[str, dict[str, Any]] = {

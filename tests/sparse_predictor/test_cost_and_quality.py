@@ -12,7 +12,8 @@ from modules.projections import ThinnedInput
 from sparse_predictor.cost import mlp_bytes_share, predictor_bytes_share
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import attach_selection, remove_sparsity
-from tests.modules.tiny_models import KINDS, tiny_decoder
+from tests.modules.tiny_kinds import KINDS
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection
 
 

@@ -23,7 +23,8 @@ from sparse_predictor.standin import fit_standins
 from sparse_predictor.thresholds import calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores
 from sparse_predictor.training_data import TrainingRows
-from tests.modules.tiny_models import LLAMA, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents
 
 DENSITIES = (0.5, 0.3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from modules.config import ModelConfig
 from modules.sparsity import num_kept
 from sparse_predictor.labels import LabelDefinition, default_definition, true_active
-from tests.modules.tiny_models import KINDS, LLAMA, OPT
+from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
 
 ROWS = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=24)
 

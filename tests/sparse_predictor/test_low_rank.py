@@ -13,7 +13,7 @@ from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.losses import LOSSES, LossTargets
 from sparse_predictor.low_rank import RIDGE, RegressionSums
 from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank, auto_standin_rank
-from tests.modules.tiny_models import LLAMA, OPT
+from tests.modules.tiny_kinds import LLAMA, OPT
 
 
 @pytest.mark.parametrize("rank", [1, 3, 6])

@@ -9,7 +9,8 @@ from modules.decoder import Decoder
 from modules.scoring import pad_right
 from sparse_predictor.collect import ActivationRecorder, head_columns, neuron_columns, ragged_batches
 from sparse_predictor.labels import LabelDefinition
-from tests.modules.tiny_models import KINDS, LLAMA, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 from tests.modules.unit_shard_ranks import Ranks, cut_decoders, head_plans
 from tests.sparse_predictor.tiny_stages import ragged_documents
 

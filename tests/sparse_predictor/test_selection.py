@@ -17,7 +17,8 @@ from modules.decoder import Decoder
 from modules.sparsity import num_kept
 from sparse_predictor.cost import thinned_densities
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from tests.modules.tiny_models import KINDS, tiny_decoder
+from tests.modules.tiny_kinds import KINDS
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection
 
 METHODS = ["predictor", "oracle", "static", "random", "cats", "teal"]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from sparse_predictor.selection import Selection, attach_selection
-from tests.modules.tiny_models import KINDS, tiny_decoder
+from tests.modules.tiny_kinds import KINDS
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, selection
 
 METHODS = ["predictor", "oracle", "static", "random", "cats", "teal"]

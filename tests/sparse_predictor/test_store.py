@@ -15,7 +15,8 @@ from modules.decoder import Decoder
 from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import load_predictors
-from tests.modules.tiny_models import LLAMA, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
 
 DEEP = LLAMA | {"num_hidden_layers": 12}

@@ -18,7 +18,8 @@ from sparse_predictor.stack import PredictorStack
 from sparse_predictor.train import FitOptions, fit_scores
 from sparse_predictor.training_data import TrainingRows
 from sparse_predictor.validation import validation_metrics
-from tests.modules.tiny_models import LLAMA, tiny_decoder
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import tiny_decoder
 
 TOP_HALF = LabelDefinition(kind="top", share=0.5)
 OPTIONS = FitOptions(

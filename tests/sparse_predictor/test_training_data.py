@@ -12,7 +12,8 @@ from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from modules.sparsity import Block
 from sparse_predictor.training_data import TrainingRows
-from tests.modules.tiny_models import KINDS, LLAMA, tiny_decoder
+from tests.modules.tiny_kinds import KINDS, LLAMA
+from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents
 
 KIND_NAMES = ["llama", "opt", "opt-post-norm-projected"]

@@ -15,7 +15,8 @@ from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from sparse_predictor.selectors import PredictorSelector
 from sparse_predictor.store import read_manifest, same_weights, weights_sample
-from tests.modules.tiny_models import KINDS, random_tokens, tiny_decoder
+from tests.modules.tiny_kinds import KINDS, random_tokens
+from tests.modules.tiny_models import tiny_decoder
 from tests.modules.unit_shard_ranks import Ranks, Watched, cut_decoders, head_plans, unit_shard
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection
 

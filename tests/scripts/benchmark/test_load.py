@@ -7,7 +7,8 @@ import pytest
 from analysis.results import read_records
 from modules.checkpoint import write_checkpoint
 from scripts.benchmark.load import Options, evict, main, weight_files
-from tests.modules.tiny_models import KINDS, tiny_hf_model
+from tests.modules.tiny_kinds import KINDS
+from tests.modules.tiny_models import tiny_hf_model
 
 
 def test_what_each_rank_reads_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
