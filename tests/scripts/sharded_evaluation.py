@@ -25,8 +25,14 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "own-text": ("llama", {"method": ("random",), "corpus": "self:1", "max_tokens": 60, "decode_tokens": 2}),
 }
 LAST_LAYER = {"mlp": [1, 1, 1], "attention": [1, 1, 0.5]}
-# Writing text is slow where four ranks share two cores.
-ONLY = {"own-text": ("tp2-pp2", "dp4"), "last-layer": ("pp2-dp2",)}
+# Every run on a cut of layers and one of replicas; four ranks on two cores are slow.
+ONLY = {
+    "post-norm-heads": ("tp4", "pp2-dp2"),
+    "few-rows": ("tp2-pp2", "dp4"),
+    "dense-phase": ("tp2-pp2", "pp2-dp2"),
+    "last-layer": ("pp2-dp2",),
+    "own-text": ("tp2-pp2", "dp4"),
+}
 CASES = [(run, mesh) for mesh in MESHES for run in RUNS if mesh in ONLY.get(run, MESHES)]
 
 
