@@ -42,3 +42,9 @@ def save_hf_folder(directory: Path, hf_config: dict[str, Any], seed: int = 0, **
     model = tiny_hf_model(hf_config, seed)
     model.save_pretrained(directory, **options)
     return model
+
+
+def same_weights(first: Decoder, second: Decoder) -> bool:
+    """Whether two decoders have the same parameters, bit for bit."""
+    pairs = zip(first.named_parameters(), second.named_parameters(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)

@@ -130,15 +130,22 @@ def test_under_torchrun_the_file_is_that_of_one_process(model: Path, tmp_path: P
     assert_same(read_answers(tmp_path / "out.jsonl"), expected)
 
 
+def killed_in_mid_run(
+    model: Path, prompts: Path, output: Path, *, world_size: int, num_answers: int, rank: int
+) -> list[Ended]:
+    """Ranks in replicas of two, one of which is killed once so many answers are on disk; all must end in time."""
+    more = ["--tp-size", "2", "--batch-size", "1"]
+    ranks = start_ranks(["-m", "scripts.infer", *arguments(model, prompts, output, *more)], world_size)
+    wait_for_answers(output, num_answers, ranks)
+    ranks[rank].process.kill()
+    return wait_all(ranks, LIMIT_S)
+
+
 def test_after_a_rank_was_killed_resume_completes_the_file_in_one_process(
     model: Path, many_prompts: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     output = tmp_path / "out.jsonl"
-    more = ["--tp-size", "2", "--batch-size", "1"]
-    ranks = start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, output, *more)], 2)
-    wait_for_answers(output, 5, ranks)
-    ranks[1].process.kill()
-    ended = wait_all(ranks, LIMIT_S)
+    ended = killed_in_mid_run(model, many_prompts, output, world_size=2, num_answers=5, rank=1)
     assert ended[1].exit_code == -signal.SIGKILL
     assert only_error(ended).startswith("error: rank 1 (tp 1): has not been heard of for ")
     assert_part_of(read_answers(output), uninterrupted)
@@ -150,11 +157,7 @@ def test_what_a_replica_had_answered_is_kept_when_one_of_its_ranks_is_killed(
     model: Path, many_prompts: Path, uninterrupted: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     output = tmp_path / "out.jsonl"
-    more = ["--tp-size", "2", "--batch-size", "1"]
-    ranks = start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, output, *more)], 4)
-    wait_for_answers(output, 8, ranks)
-    ranks[2].process.kill()
-    error = only_error(wait_all(ranks, LIMIT_S))
+    error = only_error(killed_in_mid_run(model, many_prompts, output, world_size=4, num_answers=8, rank=2))
     assert error.startswith("error: rank 2 (tp 0, dp 1): has not been heard of for ")
     answers = read_answers(output)
     assert_part_of(answers, uninterrupted)

@@ -1,0 +1,47 @@
+"""A checkpoint folder appears under its name when it is whole, or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from modules.checkpoint import CheckpointWriter, load_model, write_checkpoint
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import same_weights, tiny_decoder, tiny_hf_model
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    folder = tmp_path / "converted"
+    write_checkpoint(folder, LLAMA, tiny_hf_model(LLAMA).state_dict(), model_id="tiny")
+    return folder
+
+
+def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(converted: Path) -> None:
+    weights = tiny_hf_model(LLAMA).state_dict()
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.up_proj\.weight: 1 of 3840 weights are NaN"):
+        write_checkpoint(converted, LLAMA, weights, model_id="broken")
+    assert [path.name for path in converted.parent.iterdir()] == ["converted"]
+    assert same_weights(load_model(converted), tiny_decoder(LLAMA))
+
+
+def test_what_a_killed_write_leaves_is_replaced(converted: Path) -> None:
+    partial = converted.with_name("converted.partial")
+    partial.mkdir()
+    (partial / "pytorch_0.pt").write_bytes(b"half")
+    write_checkpoint(converted, LLAMA, tiny_hf_model(LLAMA, seed=5).state_dict(), model_id="second")
+    assert [path.name for path in converted.parent.iterdir()] == ["converted"]
+    assert same_weights(load_model(converted), tiny_decoder(LLAMA, seed=5))
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="exists and is not a converted checkpoint"):
+        write_checkpoint(tmp_path, LLAMA, tiny_hf_model(LLAMA).state_dict(), model_id="tiny")
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_writer_that_is_given_too_little_does_not_finish(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="parts not written: embs, 0, 1, 2, lm_head"):
+        CheckpointWriter(tmp_path / "out", LLAMA, model_id="tiny").__enter__().__exit__(None, None, None)
+    assert list(tmp_path.iterdir()) == []
