@@ -1,0 +1,233 @@
+"""A product of one vector with a matrix's rows, of those rows only whose entry of the vector is not small.
+
+    out[m, w] = sum over j in kept of v_j * weight[m, j, w],   kept = {j : |v_j| >= threshold and v_j != 0}
+
+TEAL (Liu et al. 2024, section 4): inputs of a matmul that are small in magnitude are dropped, and their weights are not
+read, for which these must lie input-major. v [J] is computed on the way, from a junction (`DeferredNorm` of one row) or
+from the sums that two such products have left (`Activations`), and rounded to the weights' type, as is the threshold;
+weight [M, J, W], M matrices of the same input; out float32 [M, W]. A threshold of -inf keeps zeros, too.
+
+A program has a block of columns of one matrix and every n-th tile of a few entries. It computes these alone, puts those
+that it keeps on a list of its own, close together, and then walks that list: what is dropped costs no step and leaves
+no gap among the rows on their way. (Masked loads over all rows would take twice the steps at half of the rows kept,
+with half of the bytes in flight.) A list of all entries would even out the programs, but costs one more kernel, or the
+whole vector in each program; chance evens out the multiprocessors nearly as well, since rows come in narrow pieces, of
+one 16-byte load a thread, and each multiprocessor has hundreds of them. The sums are added up as in sparse_mlp.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import DTYPES, Expected, check_tensors
+from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch, num_multiprocessors
+from modules.kernels.sparse_mlp import Tuning
+from modules.kernels.thinned_entries import Activations, kept_entries
+
+try:
+    import triton
+    import triton.language as tl
+
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.thinned_entries import entry_parts, finished_entries, row_statistics
+except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
+    triton = None
+
+TUNING = Tuning(units=8, num_warps=4, programs_per_sm=4)
+
+
+def reference_thinned_rows(values: Tensor, weight: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch: values [J], weight [M, J, W] -> float32 [M, W] and the number of entries kept."""
+    kept = kept_entries(values, threshold)
+    return values.masked_fill(~kept, 0).float() @ weight.float(), kept.sum(dtype=torch.int32)
+
+
+if triton is not None:
+
+    @triton.jit
+    def thinned_rows_kernel(  # type: ignore[no-untyped-def]
+        partial,  # [HIDDEN_SIZE], this and the next five: see normed_row; None where the input are activations
+        residual,
+        bias,
+        norm_weight,
+        norm_bias,
+        new_residual,
+        gate_sums,  # [HIDDEN_SIZE] float32 or None
+        up_sums,  # [HIDDEN_SIZE] float32; None where the input is a junction
+        gate_bias,
+        up_bias,
+        weight,  # [matrices, HIDDEN_SIZE, WIDTH]
+        output,  # [matrices, WIDTH] float32, added to; [slices, matrices, WIDTH], written, if PARTS
+        counter,  # [1] int32, added to: entries kept
+        list_units,  # [programs, OWN_BLOCK + 2 * UNITS] int32, memory for the lists
+        list_values,  # the same, float32
+        eps,
+        threshold,
+        KIND: tl.constexpr,
+        HIDDEN_SIZE: tl.constexpr,  # entries of the input
+        INPUT_BLOCK: tl.constexpr,  # that many rounded up to a power of two
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,  # columns of a program
+        COLUMN_BLOCKS: tl.constexpr,  # of a matrix
+        JOBS: tl.constexpr,  # COLUMN_BLOCKS of all matrices
+        UNITS: tl.constexpr,  # rows a step
+        OWN_BLOCK: tl.constexpr,  # entries of a program, rounded up to a power of two
+        ACTIVATION: tl.constexpr,
+        PARTS: tl.constexpr,
+        PDL: tl.constexpr,
+    ):
+        """Grid: JOBS * slices programs; a slice takes every slices-th tile of UNITS rows."""
+        program = tl.program_id(0)
+        job = program % JOBS
+        place = program // JOBS
+        stride = (tl.num_programs(0) // JOBS) * UNITS
+        columns = (job % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        tiles = weight + (job // COLUMN_BLOCKS).to(tl.int64) * HIDDEN_SIZE * WIDTH + columns[None, :]
+        own = tl.arange(0, OWN_BLOCK)
+        own_units = place * UNITS + (own // UNITS) * stride + own % UNITS
+        real = own_units < HIDDEN_SIZE
+
+        wait_for_inputs(PDL)
+        total, scale, shift = entry_parts(
+            partial, residual, bias, norm_weight, norm_bias, gate_sums, up_sums, gate_bias, up_bias, own_units, real
+        )
+        mean = 0.0
+        inverse = 1.0
+        if up_sums is None and (KIND != "none" or new_residual is not None):
+            mean, inverse = row_statistics(
+                partial, residual, bias, new_residual, eps, program == 0, KIND, HIDDEN_SIZE, INPUT_BLOCK
+            )
+        own_values, kept = finished_entries(
+            total, scale, shift, mean, inverse, gate_sums, up_sums, threshold, real, weight, KIND, ACTIVATION
+        )
+        slots = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        count = tl.sum(kept.to(tl.int32), axis=0)
+        list_units += program * (OWN_BLOCK + 2 * UNITS)
+        list_values += program * (OWN_BLOCK + 2 * UNITS)
+        tl.store(list_units + slots, own_units, mask=kept)
+        tl.store(list_values + slots, own_values, mask=kept)
+        tl.atomic_add(counter, count, mask=job == 0, sem="relaxed")
+        tl.debug_barrier()  # all threads read what each has written
+
+        # One step more than there are tiles: the first only sends for rows. Lists are read beyond their end, unmasked:
+        # 16 bytes at a time; what is no row there is dropped afterwards.
+        next_slots = tl.arange(0, UNITS)
+        next_real = next_slots < count
+        next_units = tl.load(list_units + next_slots)
+        next_values = tl.where(next_real, tl.load(list_values + next_slots), 0.0)
+        rows = tl.zeros((UNITS, BLOCK), dtype=weight.dtype.element_ty)
+        values = tl.zeros((UNITS,), dtype=tl.float32)
+        sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        for _ in range(-UNITS, count, UNITS):
+            offsets = next_units.to(tl.int64)[:, None] * WIDTH
+            mask = next_real[:, None] & inside[None, :]
+            next_rows = tl.load(tiles + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+            next_slots += UNITS
+            next_real = next_slots < count
+            next_units = tl.load(list_units + next_slots)
+            later_values = tl.load(list_values + next_slots)
+            sums += tl.sum(values[:, None] * rows.to(tl.float32), axis=0)
+            rows, values, next_values = next_rows, next_values, tl.where(next_real, later_values, 0.0)
+
+        target = output + (job // COLUMN_BLOCKS).to(tl.int64) * WIDTH + columns
+        if PARTS:
+            tl.store(target + place.to(tl.int64) * (JOBS // COLUMN_BLOCKS) * WIDTH, sums, mask=inside)
+        else:
+            tl.atomic_add(target, sums, mask=inside, sem="relaxed")
+
+
+def thinned_rows(
+    values: DeferredNorm | Activations,
+    weight: Tensor,
+    *,
+    threshold: float,
+    counter: Tensor,
+    output: Tensor | None = None,
+    tuning: Tuning = TUNING,
+) -> Tensor:
+    """Float32 [M, W] of the equation above: one row of `values`, weight [M, J, W]. Fills `new_residual` of a junction
+    and adds the number of entries kept to `counter` int32 [1].
+
+    `output`: float32 zeros [M, W] to add to, else fresh memory. The kernel on a GPU or under Triton's interpreter, else
+    the reference. ValueError on what does not fit. Nothing waits for the device: a CUDA graph can hold it.
+    """
+    check(values, weight, counter, output)
+    threshold = torch.tensor(threshold, dtype=weight.dtype).item()  # as comparisons with a tensor of that type do
+    if triton is None or not can_launch(thinned_rows_kernel, weight):
+        entries = values.computed() if isinstance(values, Activations) else values.normed()[0]
+        result, num_kept = reference_thinned_rows(entries, weight, threshold)
+        counter += num_kept
+        return result if output is None else output.add_(result)
+    num_matrices, num_inputs, width = weight.shape
+    block = min(triton.next_power_of_2(width), tuning.num_warps * 32 * 8)  # 16 bytes a thread, in half precision
+    column_blocks = triton.cdiv(width, block)
+    jobs = num_matrices * column_blocks
+    slices = max(1, num_multiprocessors(weight.device) * tuning.programs_per_sm // jobs)
+    slices = min(slices, triton.cdiv(num_inputs, tuning.units))
+    own = triton.next_power_of_2(triton.cdiv(num_inputs, slices * tuning.units) * tuning.units)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if deterministic:
+        target = weight.new_empty((slices, num_matrices, width), dtype=torch.float32)
+    else:
+        target = weight.new_zeros((num_matrices, width), dtype=torch.float32) if output is None else output
+    with torch.cuda.device_of(weight):
+        thinned_rows_kernel[(jobs * slices,)](
+            **_source_arguments(values),
+            weight=weight,
+            output=target,
+            counter=counter,
+            list_units=weight.new_empty((jobs * slices, own + 2 * tuning.units), dtype=torch.int32),
+            list_values=weight.new_empty((jobs * slices, own + 2 * tuning.units), dtype=torch.float32),
+            threshold=threshold,
+            INPUT_BLOCK=triton.next_power_of_2(num_inputs),
+            WIDTH=width,
+            BLOCK=block,
+            COLUMN_BLOCKS=column_blocks,
+            JOBS=jobs,
+            UNITS=tuning.units,
+            OWN_BLOCK=own,
+            PARTS=deterministic,
+            **dependent_launch(weight),
+            num_warps=tuning.num_warps,
+            maxnreg=min(255, 2**16 // (tuning.programs_per_sm * tuning.num_warps * 32)),  # all that fit together
+        )
+    if not deterministic:
+        return target
+    return target.sum(0) if output is None else output.add_(target.sum(0))
+
+
+_SUMS = ("gate_sums", "up_sums", "gate_bias", "up_bias")
+_JUNCTION = ("partial", "residual", "bias", "norm_weight", "norm_bias", "new_residual")
+
+
+def _source_arguments(values: DeferredNorm | Activations) -> dict[str, Any]:
+    if isinstance(values, DeferredNorm):
+        return {**values.kernel_arguments(), **dict.fromkeys(_SUMS), "ACTIVATION": "none"}
+    sums = (values.gate, values.up, values.gate_bias, values.up_bias)
+    others = {"eps": 0.0, "KIND": "none", "HIDDEN_SIZE": values.up.shape[0], "ACTIVATION": values.activation}
+    return {**dict.fromkeys(_JUNCTION), **dict(zip(_SUMS, sums, strict=True)), **others}
+
+
+def check(values: DeferredNorm | Activations, weight: Tensor, counter: Tensor, output: Tensor | None) -> None:
+    """ValueError on the first argument that does not fit `weight`."""
+    if weight.ndim != 3:
+        raise ValueError(f"weight {tuple(weight.shape)} is not [matrices, inputs, outputs]")
+    num_matrices, num_inputs, width = weight.shape
+    expected: dict[str, Expected] = {
+        "weight": (weight, (num_matrices, num_inputs, width), DTYPES),
+        "counter": (counter, (1,), (torch.int32,)),
+        "output": (output, (num_matrices, width), (torch.float32,)),
+    }
+    if values.dtype != weight.dtype:
+        raise ValueError(f"values are {values.dtype}, the weights {weight.dtype}")
+    if isinstance(values, DeferredNorm):
+        expected["states"] = (values.partial, (1, num_inputs), DTYPES)
+    elif values.activation not in ACTIVATION_FUNCTIONS:
+        raise ValueError(f"activation {values.activation!r} is not one of {', '.join(ACTIVATION_FUNCTIONS)}")
+    else:
+        for name in ("gate", "up", "gate_bias", "up_bias"):
+            expected[name] = (getattr(values, name), (num_inputs,), DTYPES if "bias" in name else (torch.float32,))
+    check_tensors(expected, weight.device)

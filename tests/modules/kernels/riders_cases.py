@@ -1,0 +1,33 @@
+"""Choices that ride with attention: served by `attend`, compared with plain comparisons of known scores."""
+
+import torch
+
+from modules.kernels.decode_attention import attend
+from modules.kernels.riders import GroupRequest, Requests, UnitRequest
+from tests.modules.kernels import decode_attention_cases
+
+NAN = float("nan")
+
+
+def assert_choices_hold(dtype: torch.dtype, *, device: str = "cpu") -> None:
+    """A threshold that only rounding to the type makes equal to a score; NaN; equal scores of groups."""
+    threshold = 0.3
+    bias = torch.randn(77).to(dtype)
+    bias[:3] = torch.tensor([threshold, NAN, threshold + 0.01]).to(dtype)
+    second = torch.randn(77, 5).to(dtype)
+    second[:3] = 0
+    inner = torch.randn(5).to(dtype)
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    units = UnitRequest.of(inner.to(device), second.to(device), bias.to(device), threshold, counters)
+    scores = torch.tensor([NAN, 1.0, 2.0, 1.0, 1.0, -1.0]).to(dtype)
+    groups = GroupRequest.of(inner.to(device), torch.zeros(6, 5, dtype=dtype, device=device), scores.to(device), 3)
+    requests = Requests()
+    assert requests.add(units) and requests.add(groups) and not requests.add(units)
+    case = decode_attention_cases.SMALL_CASES[0]
+    attend(**decode_attention_cases.attention_inputs(case, dtype, device=device), requests=requests)
+    exact = second.double() @ inner.double() + bias.double()
+    reached = exact.to(dtype) >= torch.tensor(threshold, dtype=dtype)
+    found = units.found.indices[: int(counters[0])].sort().values.cpu()
+    assert torch.equal(found.long(), reached.nonzero().squeeze(-1)) and counters[0] == counters[1]
+    assert 0 in found and 1 not in found and 2 in found
+    assert groups.flags[0].tolist() == [True, True, True, False, False, False]

@@ -1,0 +1,12 @@
+"""Choices that ride with attention, in plain PyTorch and by the kernel on a GPU."""
+
+import pytest
+import torch
+
+from tests.modules.kernels.riders_cases import assert_choices_hold
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_requests_are_served(dtype: torch.dtype, device: str) -> None:
+    assert_choices_hold(dtype, device=device)

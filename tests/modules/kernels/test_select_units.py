@@ -1,0 +1,141 @@
+"""Scores and list in one pass: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from modules.config import ModelConfig
+from modules.kernels import select_units as module
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.select_units import select_units
+from modules.kernels.weight_tiles import Tuning
+from modules.mlp import Mlp
+from modules.sparsity import ActiveSet, SelectionContext
+from sparse_predictor.predictor import Predictor
+from sparse_predictor.selectors import CatsSelector, PredictorSelector
+from tests.modules.kernels import select_units_cases as cases
+from tests.modules.kernels.compiled import NORMED, compiled_ptx
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CONTEXT: Any = mock.Mock(spec=SelectionContext, units=None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", cases.CASES)
+def test_units_at_or_above_the_threshold_are_listed(
+    device: str, dtype: torch.dtype, case: tuple[int, int, int, Tuning | None]
+) -> None:
+    cases.assert_whole_scores_are_selected(case, dtype, device=device, launches=device == "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(("num_units", "hidden_size"), [(8192, 336), (14336, 4096), (1536, 56)])
+def test_sizes_of_real_models(rows: int, num_units: int, hidden_size: int) -> None:
+    cases.assert_whole_scores_are_selected((rows, num_units, hidden_size, None), torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_deferred_states_are_normed_first(device: str, rows: int) -> None:
+    cases.assert_deferred_states_are_normed_first(rows, None, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_order_is_fixed_on_demand(device: str) -> None:
+    cases.assert_order_is_fixed_on_demand(device)
+
+
+def assert_same_choice(found: Any, expected: ActiveSet | None) -> None:
+    assert expected is not None
+    cases.assert_list_holds(found, expected.mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_predictor_that_selects_eagerly_chooses_the_same(dtype: torch.dtype) -> None:
+    predictor = Predictor(48, 131, 24)
+    for buffer in (predictor.first, predictor.second, predictor.bias):
+        buffer.copy_(torch.randint(-1, 2, buffer.shape))
+    predictor.score_quantiles.fill_(3.01)
+    predictor.to(dtype)
+    hidden = torch.randint(-1, 2, (3, 1, 48)).to(dtype)
+    selector = PredictorSelector(predictor, 0.5, "threshold", 0)
+    inner = DeferredNorm.plain(torch.nn.functional.linear(hidden[:, 0], predictor.first))
+    found = select_units(
+        inner,
+        predictor.second,
+        predictor.bias,
+        threshold=selector.threshold,
+        activation=None,
+        keep_values=False,
+        counters=torch.zeros(4, dtype=torch.int32),
+    )
+    assert_same_choice(found, selector.select(hidden, CONTEXT))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cats_that_selects_eagerly_chooses_the_same(dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 24, "intermediate_size": 67}
+    mlp = Mlp(mock.Mock(spec=ModelConfig, activation="silu", gated_mlp=True, mlp_bias=False, **sizes), 0)
+    assert mlp.gate_proj is not None
+    with torch.no_grad():
+        mlp.gate_proj.weight.copy_(torch.randint(-1, 2, mlp.gate_proj.weight.shape))
+    mlp.to(dtype).requires_grad_(False)
+    hidden = torch.randint(-1, 2, (2, 1, mlp.hidden_size)).to(dtype)
+    found = select_units(
+        DeferredNorm.plain(hidden[:, 0]),
+        mlp.gate_proj.weight,
+        mlp.gate_proj.bias,
+        threshold=0.3,
+        activation=mlp.activation,
+        keep_values=True,
+        counters=torch.zeros(3, dtype=torch.int32),
+    )
+    expected = CatsSelector(mlp, 0.3).select(hidden, CONTEXT)
+    assert_same_choice(found, expected)
+    assert expected is not None and expected.gate_values is not None
+    assert found.gate_values is not None and torch.equal(found.gate_values, expected.gate_values.float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "tanh"}, "activation 'tanh' is not one of silu, relu, gelu or None"),
+        ({"counters": torch.zeros(2, dtype=torch.int32)}, r"counters \(2,\) is not of shape \(3,\)"),
+        ({"counters": torch.zeros(3, dtype=torch.int64)}, "counters is torch.int64"),
+        ({"weight": torch.zeros(5, 9)}, r"weight \(5, 9\) is not of shape"),
+        ({"linear_bias": torch.zeros(6)}, r"bias \(6,\) is not of shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"weight": torch.zeros(5, 8), "linear_bias": None, "activation": None}
+    arguments |= {"counters": torch.zeros(3, dtype=torch.int32), "threshold": 0.0, "keep_values": False}
+    with pytest.raises(ValueError, match=message):
+        select_units(DeferredNorm.plain(torch.zeros(2, 8)), **{**arguments, **changes})
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+def test_kernel_reads_16_bytes_at_a_time_and_its_first_weights_before_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    plain = dict.fromkeys(NORMED) | {"partial": "*bf16", "eps": "fp32"}
+    types = plain | {"weight": "*bf16", "linear_bias": "*bf16", "normed": None, "threshold": "fp32"}
+    types |= {"counters": "*i32", "indices": "*i32", "mask": None, "gate_values": None, "num_units": "i32"}
+    constants = {"NUM_ROWS": 1, "KIND": "none", "HIDDEN_SIZE": 336, "BLOCK": 512, "ROWS_BLOCK": 1, "TILE": 16}
+    constants |= {"STAGES": 1, "SLOTS": 1, "ACTIVATION": None, "PDL": True}
+    ptx = compiled_ptx(module.select_units_kernel, types, constants, num_warps=4)
+    before, after = ptx.split("griddepcontrol.wait")
+    widths = re.findall(r"\bld\.global\S*evict_first(\S*)", before)
+    assert len(widths) == 8 and all(width.endswith(".v4.b32") for width in widths), widths
+    assert not re.findall(r"\bld\.global\S*evict_first", after)  # this program has no other tile
+    assert ptx.count("atom.global") == 2
+    assert ".local" not in ptx
