@@ -10,9 +10,13 @@ from torch.nn import functional as F
 
 from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
+from modules.kernels.decode_attention import attend
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.project_heads import project_heads
+from modules.kernels.qkv_projection import project_qkv
 from modules.positions import apply_rotary
 from modules.projections import OutputProjection
-from modules.sparsity import MAX_GATHER_ROWS, Selector, UnitShard
+from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, UnitShard
 
 
 class Attention(nn.Module):
@@ -36,8 +40,12 @@ class Attention(nn.Module):
         self.selector: Selector | None = None
         self.force_mask = False
 
-    def forward(self, hidden_states: Tensor, forward_pass: ForwardPass) -> Tensor:
+    def forward(self, hidden_states: Tensor | DeferredNorm, forward_pass: ForwardPass) -> Tensor:
         """[B, T, D] normed -> [B, T, D], the block's part of the residual sum, without bias."""
+        if isinstance(hidden_states, DeferredNorm):
+            if forward_pass.fused is not None and forward_pass.fused.fuses_attention:
+                return self._fused(hidden_states, forward_pass)
+            hidden_states = hidden_states.normed()[:, None]
         batch, tokens, _ = hidden_states.shape
         keys = self._rotated(self._split(self.k_proj(hidden_states)), forward_pass)
         values = self._split(self.v_proj(hidden_states))
@@ -64,7 +72,7 @@ class Attention(nn.Module):
         # One new token a row and few rows: skip. The union of the rows' groups is gathered on the host side,
         # which on a GPU would stall the stream; there several rows share one masked pass.
         gather = tokens == 1 and batch <= (MAX_GATHER_ROWS if hidden_states.device.type == "cpu" else 1)
-        gather = gather and not self.force_mask
+        gather = gather and not self.force_mask and forward_pass.fused is None
         forward_pass.count(context, self.num_units, "gather" if gather else "mask", active)
         if gather:
             output = self._gathered(hidden_states, keys, values, active.mask, forward_pass)
@@ -75,6 +83,42 @@ class Attention(nn.Module):
         if active.compensation is not None:
             output = output + active.compensation.view_as(output)
         return output
+
+    def _fused(self, states: DeferredNorm, forward_pass: ForwardPass) -> Tensor:
+        """A decode step of one row in three kernels; inactive groups skip their queries, attention and output rows."""
+        fused, cache = forward_pass.fused, forward_pass.cache
+        assert fused is not None and cache is not None
+        active, context = fused.select("attention", self.layer_idx, states, forward_pass, _not_computed)
+        assert not isinstance(active, ActiveList), "attention takes the flags of its groups, not a list"
+        forward_pass.count(context, self.num_units, "dense" if active is None else "gather", active)
+        groups = None if active is None else active.mask
+        keys, values = cache.layer(self.layer_idx)
+        lengths = cache.cache_seqlens
+        queries = project_qkv(
+            states,
+            self.q_proj.weight,
+            self.k_proj.weight,
+            self.v_proj.weight,
+            self.q_proj.bias,
+            self.k_proj.bias,
+            self.v_proj.bias,
+            rotary=fused.rotary,
+            cache_seqlens=lengths,
+            keys=keys,
+            values=values,
+            active_groups=groups,
+            rider=fused.rider("attention", self.layer_idx, states.dtype),
+        )
+        heads = attend(
+            queries,
+            keys,
+            values,
+            lengths,
+            active_groups=groups,
+            requests=fused.requests(),
+        )
+        sums = fused.sums("attention", self.layer_idx)
+        return project_heads(heads, self.o_proj.weight, active_groups=groups, output=sums)[:, None]
 
     def _gathered(
         self, hidden_states: Tensor, keys: Tensor, values: Tensor, mask: Tensor, forward_pass: ForwardPass
@@ -115,3 +159,7 @@ class Attention(nn.Module):
             queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.queries_per_group > 1
         )
         return output.transpose(1, 2)
+
+
+def _not_computed() -> Tensor:
+    raise AssertionError("a selector with kernels of its own does not ask what the dense block computes")

@@ -3,12 +3,21 @@
 A graph fixes every shape and address: the rows are padded to a captured size, attention looks at the whole cache, and
 what the host decides (tokens, lengths) is copied into the graph's own inputs. On a pipeline stage the hand-offs stay
 outside of the graph.
+
+Where one process has the whole model, a graph also chooses the tokens and prepares its own inputs for the next step.
+That step is replayed before the host has read this one, so the device does not wait for the host, once a token. What
+the host then asks for is mostly what already runs (`StepInputs` say so); else the step ahead is discarded.
+
+Legend: B rows of a step, V vocabulary, C blocks that choose their units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import cycle
+from struct import pack, unpack
 from typing import Any
 
 import torch
@@ -16,40 +25,124 @@ from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass
+from modules.fused_decode import begin_step, can_fuse, run_step
+from modules.kernels.arguments import MAX_ROWS
+from modules.kernels.greedy_choice import greedy_choice
 from modules.kv_cache import KVCache
 from modules.normalization import residual_dtype
-from modules.sampling import greedy
+from modules.sampling import SamplingParams, greedy, sample_on_device, stream_of, stream_uniforms
 from modules.scoring import chosen_logprobs
+from modules.step_counts import StepCounts
+from modules.thinned_step import thinned_in_step
+
+# The rows of a graph's inputs, int64 [8, B]; options of sampling lie there as they are, float64 bit by bit. A row's
+# length and step grow by `_GROWTH` with every token: 1, and 0 for a row that only pads the size.
+_TOKEN, _LENGTH, _STEP, _GROWTH, _STREAM, _TOP_K, _TEMPERATURE, _TOP_P = range(8)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step does in its first rows [B]: the token of each and how many are cached before it; then the number of
+    the token that is chosen, and how."""
+
+    token_ids: list[int]
+    lengths: list[int]
+    steps: list[int]
+    sampling: list[SamplingParams]
+
+    def followed_by(self, token_ids: list[int]) -> StepInputs:
+        """The step after this one, if it has chosen these and every row goes on."""
+        return StepInputs(
+            [*token_ids], [length + 1 for length in self.lengths], [step + 1 for step in self.steps], self.sampling
+        )
+
+    def packed(self, size: int) -> Tensor:
+        """As a graph reads them: int64 [8, size]."""
+        count = len(self.token_ids)
+        columns = [self.token_ids, self.lengths, self.steps, [1] * count]
+        columns += map(list, zip(*map(_packed_options, self.sampling), strict=True))
+        # Rows that pad the size write to a place that nobody reads, position 0, and stay there.
+        return torch.tensor([[*column, *[0] * (size - count)] for column in columns])
+
+
+@lru_cache(maxsize=1024)
+def _packed_options(options: SamplingParams) -> tuple[int, int, int, int]:
+    bits: tuple[int, int] = unpack("<2q", pack("<2d", options.temperature, options.top_p))
+    return stream_of(options.seed), options.top_k, *bits
 
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a decode step leaves at fixed addresses: states to hand on, and where the head is, logits [rows, V] and
-    `greedy` float64 [3, rows]: the likeliest token, its log-probability, and 1 where the logits are finite: all that
-    the host needs to know of a greedy step, in one read.
+    """What a decode step leaves at fixed addresses: states to hand on (None of a fused step), and where the head is,
+    logits [B, V] and `facts`: all that the host needs to know, in one read. float64 [3 + C, B]: the chosen token, its
+    log-probability, 1 where the logits are finite; then the active units of blocks that choose them (see StepCounts).
     """
 
     forward_pass: ForwardPass
-    states: tuple[Tensor, Tensor]
+    states: tuple[Tensor, Tensor] | None
+    counts: StepCounts
     logits: Tensor | None = None
-    greedy: Tensor | None = None
+    facts: Tensor | None = None
+
+
+class HostCopy:
+    """A tensor of the device for the host to read, without waiting for what the device does after the copy."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._copied = torch.cuda.Event() if source.is_cuda else None
+
+    def start(self) -> None:
+        """Copy what the work queued so far leaves there."""
+        self._host.copy_(self._source, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._source.device))
+
+    def read(self) -> Tensor:
+        """What was copied; valid until the next `start`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
 
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """`replay` goes from the inputs (token ids and cached lengths int64 [2, rows]; states from the stage before) to
-    the outputs."""
+    """`replay` goes from the inputs (int64 [8, B], see StepInputs; states from the stage before) to the outputs.
+    `messages` are places for the facts of a step, by turns: that of the step ahead must not overwrite this one's."""
 
     replay: Callable[[], None]
     inputs: Tensor
     received: tuple[Tensor, Tensor] | None
     outputs: StepOutputs
+    messages: Iterator[HostCopy]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the host has read of a step's rows [B]. `logits` [B, V] are on the device, until the next replay."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finite: list[bool]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class StepAhead:
+    """A step that runs already: what it took for granted, and where its facts will be."""
+
+    step: CapturedStep
+    inputs: StepInputs
+    message: HostCopy
 
 
 def can_capture(model: Decoder) -> bool:
-    """Whether decode steps can be CUDA graphs: dense models on a GPU, since a graph cannot follow a choice that the
-    host reads."""
-    return model.device.type == "cuda" and not model.is_sparse
+    """Whether decode steps can be CUDA graphs: on a GPU, dense models, and sparse ones whose steps are fused kernels,
+    which follow a choice without the host's help."""
+    if model.device.type != "cuda":
+        return False
+    return not model.is_sparse or can_fuse(model)
 
 
 def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) -> tuple[Callable[[], None], StepOutputs]:
@@ -69,72 +162,137 @@ def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) ->
 
 
 class DecodeGraphs:
-    """The decode steps of one cache (see `can_capture`)."""
+    """The decode steps of one cache (see `can_capture`). `chooses`: a step chooses its tokens itself, however they are
+    sampled; elsewhere, on a part of a model, its choice is always the greedy one. `steps_ahead` counts the steps that
+    ran before they were asked for, `used` and `discarded`.
+
+    Why a discarded step does no harm, though it has written to the cache. It wrote at one position of each row, which
+    is the row's length as the host has it by then (`StepInputs.followed_by`): nothing that is valid. A row that goes on
+    writes there itself next. A row that ends is given to a request whose prompt, and then tokens, come later in the
+    same stream and overwrite the position before anything looks at it. A row that moves takes its valid positions
+    along, and no more. And a step is never taken for another: a request that comes in begins at step 1, where a step
+    ahead is at 2 at least, and rows that close a gap are fewer than before.
+    """
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         cache.has_static_shapes = True
-        self._steps: dict[int, CapturedStep] = {}
+        self.chooses = model.links is None and not model.shards
+        self.steps_ahead = {"used": 0, "discarded": 0}
+        self._ahead: StepAhead | None = None
+        self._steps: dict[tuple[int, bool], CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def size_for(self, num_rows: int) -> int:
-        """The batch size that is captured for so many rows: the next power of two, or all rows of the cache."""
+        """The batch size that is captured for so many rows: the next power of two, or all rows of the cache. Where
+        units are skipped, just as many: padding would choose units of its own, and each is read for all rows."""
+        if self.model.is_sparse and num_rows <= MAX_ROWS:
+            return num_rows
         return min(1 << (num_rows - 1).bit_length(), self.cache.rows.shape[0])
 
-    def run(self, token_ids: list[int], lengths: list[int]) -> tuple[Tensor | None, Tensor | None]:
-        """One token [B] for each of the first rows, `lengths` [B] cached -> logits [B, V] and `greedy` [3, B] (None
-        where no head is). They stay valid until the next call."""
-        num_rows, links = len(token_ids), self.model.links
-        step = self.prepare(num_rows)
-        size, outputs = step.inputs.shape[1], step.outputs
-        padding = [0] * (size - num_rows)  # unused rows write to a place that nobody reads
-        host = torch.tensor([token_ids + padding, lengths + padding])
-        step.inputs.copy_(host.pin_memory() if step.inputs.is_cuda else host, non_blocking=True)
+    def run(self, inputs: StepInputs, *, ahead: bool = False) -> StepResult | None:
+        """One token for each of the first rows; None where no head is. `ahead`: all rows will probably go on, so the
+        step after this one may start at once."""
+        num_rows, (running, self._ahead) = len(inputs.token_ids), (self._ahead, None)
+        message: HostCopy | None
+        if running is not None:
+            self.steps_ahead["used" if running.inputs == inputs else "discarded"] += 1
+        if running is not None and running.inputs == inputs:
+            step, message = running.step, running.message
+        else:
+            step = self.prepare(num_rows, samples=any(options.temperature for options in inputs.sampling))
+            host = inputs.packed(step.inputs.shape[1])
+            step.inputs.copy_(host.pin_memory() if step.inputs.is_cuda else host, non_blocking=True)
+            message = self._replay(step)
+        outputs, following = step.outputs, None
+        # The next position of every row must be there: what lies beyond the cache cannot be written harmlessly.
+        if ahead and self.chooses and max(inputs.lengths) + 1 < self.cache.max_seqlen:
+            following = self._replay(step)
+        facts = torch.empty(3, num_rows) if message is None else message.read()[:, :num_rows]
+        if self.model.stats is not None:
+            outputs.counts.add_to(self.model.stats, facts[3:], num_rows)
+        if message is None or outputs.logits is None:
+            return None
+        chosen, logprobs, finite = facts[:3].tolist()
+        token_ids = [int(token_id) for token_id in chosen]
+        if following is not None:
+            self._ahead = StepAhead(step, inputs.followed_by(token_ids), following)
+        return StepResult(token_ids, logprobs, [bool(good) for good in finite], outputs.logits[:num_rows])
+
+    def _replay(self, step: CapturedStep) -> HostCopy | None:
+        """Start a step with what its inputs hold: where its facts will be, None where no head is."""
+        links, outputs = self.model.links, step.outputs
         if links is not None and step.received is not None:
-            arrived = links.receive(size, 1, outputs.forward_pass)
+            arrived = links.receive(step.inputs.shape[1], 1, outputs.forward_pass)
             for static, states in zip(step.received, arrived, strict=True):
                 static.copy_(states)
         step.replay()
         if links is not None and not links.is_last:
+            assert outputs.states is not None
             links.send(*outputs.states, outputs.forward_pass)
-        if outputs.logits is None or outputs.greedy is None:
-            return None, None
-        return outputs.logits[:num_rows], outputs.greedy[:, :num_rows]
+        message = next(step.messages, None)
+        if message is not None:
+            message.start()
+        return message
 
-    def prepare(self, num_rows: int) -> CapturedStep:
-        """The graph for so many rows, captured now if there is none yet."""
-        size = self.size_for(num_rows)
-        if size not in self._steps:
-            self._steps[size] = self._capture(size)
-        return self._steps[size]
+    def prepare(self, num_rows: int, *, samples: bool = False) -> CapturedStep:
+        """The graph for so many rows, captured now if there is none yet. `samples`: some rows may be sampled, for which
+        the vocabulary is sorted; a batch that is all greedy does without."""
+        place = (self.size_for(num_rows), samples and self.chooses)
+        if place not in self._steps:
+            self._steps[place] = self._capture(*place)
+        return self._steps[place]
 
-    def _capture(self, size: int) -> CapturedStep:
+    def _capture(self, size: int, samples: bool) -> CapturedStep:
         model, device = self.model, self.model.device
-        inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
+        inputs = torch.zeros(8, size, dtype=torch.int64, device=device)
         received = None
         if not model.is_first:
-            shape = (size, 1, model.config.hidden_size)
-            received = (
-                torch.zeros(shape, dtype=model.dtype, device=device),
-                torch.zeros(shape, dtype=residual_dtype(model.dtype), device=device),
-            )
+            normed = torch.zeros(size, 1, model.config.hidden_size, dtype=model.dtype, device=device)
+            received = normed, torch.zeros_like(normed, dtype=residual_dtype(model.dtype))
+        fused = can_fuse(model) and size <= MAX_ROWS
 
         def step() -> StepOutputs:
-            token_ids = inputs[0][:, None]
-            cache = self.cache.first_rows(size, inputs[1], 0)
-            forward_pass = model.begin(token_ids, cache=cache, phase="decode")
-            states = model.enter(token_ids, forward_pass) if received is None else received
-            states = model.run_half_blocks(*states, forward_pass)
-            if not model.is_last:
-                return StepOutputs(forward_pass, states)
-            logits = model.logits(states[0][:, 0])
-            chosen = greedy(logits)
-            facts = (chosen, chosen_logprobs(logits, chosen), logits.amax(-1).isfinite())
-            return StepOutputs(forward_pass, states, logits, torch.stack([fact.double() for fact in facts]))
+            ids, cache = inputs[_TOKEN][:, None], self.cache.first_rows(size, inputs[_LENGTH], 0)
+            forward_pass = begin_step(model, ids, cache) if fused else model.begin(ids, cache=cache, phase="decode")
+            forward_pass.stats = counts = StepCounts()
+            states, logits = None, None
+            with thinned_in_step(model) as thinned:
+                if fused:
+                    logits = run_step(model, ids, forward_pass)
+                else:
+                    states = model.enter(ids, forward_pass) if received is None else received
+                    states = model.run_half_blocks(*states, forward_pass)
+                    logits = model.logits(states[0][:, 0]) if model.is_last else None
+                for part, width in thinned:
+                    counts.note_thinned(part, width)
+            if logits is None:
+                assert not counts.table(size), "counts of a stage without the head have no message to go with"
+                return StepOutputs(forward_pass, states, counts)
+            facts = _choose(logits, inputs if samples else None)
+            if self.chooses:
+                inputs[_TOKEN] = facts[0]
+                inputs[_LENGTH : _STEP + 1] += inputs[_GROWTH]
+            return StepOutputs(forward_pass, states, counts, logits, torch.cat([facts, *counts.table(size)]))
 
         # Capturing runs the step, which writes to position 0 of rows that may be in use: put that back.
         kept = [states[:, :size, :, 0].clone() for states in (self.cache.keys, self.cache.values)]
         replay, outputs = capture(step, device, self._pool)
         for states_of_cache, first in zip((self.cache.keys, self.cache.values), kept, strict=True):
             states_of_cache[:, :size, :, 0] = first
-        return CapturedStep(replay, inputs, received, outputs)
+        messages = [] if outputs.facts is None else [HostCopy(outputs.facts) for _ in range(2)]
+        return CapturedStep(replay, inputs, received, outputs, cycle(messages))
+
+
+def _choose(logits: Tensor, inputs: Tensor | None) -> Tensor:
+    """float64 [3, B]: token, log-probability, 1 where the logits are finite. `inputs` None: the greedy choice."""
+    if inputs is None and logits.dtype == torch.float32:
+        return greedy_choice(logits)
+    if inputs is None:
+        chosen = greedy(logits)
+    else:
+        temperature, top_p = (inputs[place].view(torch.float64) for place in (_TEMPERATURE, _TOP_P))
+        uniforms = stream_uniforms(inputs[_STREAM], inputs[_STEP])
+        chosen = sample_on_device(logits, temperature, inputs[_TOP_K], top_p, uniforms)
+    facts = (chosen, chosen_logprobs(logits, chosen), logits.amax(-1).isfinite())
+    return torch.stack([fact.double() for fact in facts])

@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         self.max_lookahead = 0
         self.is_sparse = False  # whether anything chooses what a token computes, on whatever stage
         self.sparsity_hook: RemovableHandle | None = None
-        self._rotary = RotaryPositions(config) if config.positions == "rotary" else None
+        self.rotary = RotaryPositions(config) if config.positions == "rotary" else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -226,19 +226,23 @@ class Decoder(nn.Module):
             positions = cache.cache_seqlens[:, None] + steps
             # Into empty rows: plain causal attention over what is written, no mask, the fast path.
             mask = None if cache.is_empty else cached_attention_mask(positions, end, self.dtype)
-        if end > self.config.max_position_embeddings:
-            raise ValueError(f"{end} tokens do not fit the context of {self.config.max_position_embeddings}")
+        self.check_context(end)
         return ForwardPass(
             phase=phase,
             positions=positions,
             valid=None if num_tokens is None else real_tokens(token_ids, num_tokens),
             attention_mask=mask,
-            cos_sin=None if self._rotary is None else self._rotary.cos_sin(positions, self.dtype),
+            cos_sin=None if self.rotary is None else self.rotary.cos_sin(positions, self.dtype),
             cache=cache,
             cache_end=end,
             stats=self.stats,
             max_lookahead=self.max_lookahead,
         )
+
+    def check_context(self, num_positions: int) -> None:
+        """ValueError if a row of so many positions is longer than the model's context."""
+        if num_positions > self.config.max_position_embeddings:
+            raise ValueError(f"{num_positions} tokens do not fit the context of {self.config.max_position_embeddings}")
 
     def enter(self, token_ids: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
         """(hidden_states, residual) [B, T, D] before the first half-block that is here."""

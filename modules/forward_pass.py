@@ -1,13 +1,19 @@
 """What one forward pass carries from block to block: positions, mask, cache, phase, inputs kept for look-ahead."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from modules.kv_cache import KVCache
-from modules.sparsity import BLOCKS, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
+from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
+
+if TYPE_CHECKING:
+    from modules.fused_decode import FusedDecode
 
 
 @dataclass(kw_only=True)
@@ -27,6 +33,7 @@ class ForwardPass:
     cache_end: int
     stats: SparsityStats | None
     max_lookahead: int
+    fused: FusedDecode | None = None  # what the kernels of a fused decode step share
     inputs: dict[Block, dict[int, Tensor]] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
 
     def selection_context(
@@ -53,7 +60,21 @@ class ForwardPass:
             units=units,
         )
 
-    def count(self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | None) -> None:
+    def step_context(self, block: Block, layer_idx: int, dense_output: Callable[[], Tensor]) -> SelectionContext:
+        """The context of one block's selector in a fused decode step, which looks ahead by itself (`FusedDecode`)."""
+        return SelectionContext(
+            layer_idx=layer_idx,
+            block=block,
+            phase=self.phase,
+            positions=self.positions,
+            valid=self.valid,
+            earlier_inputs={},
+            dense_output=dense_output,
+        )
+
+    def count(
+        self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | ActiveList | None
+    ) -> None:
         """Add one block's call to the statistics, if they are kept; `active` None: dense."""
         if self.stats is not None:
             self.stats.count(context, num_units, execution, active)

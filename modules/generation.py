@@ -27,7 +27,7 @@ from modules.requests import (
     RunningRequest,
 )
 from modules.scoring import describe_problem, pad_right
-from modules.sparsity import SparsityStats
+from modules.sparsity import Count, SparsityStats
 from modules.token_exchange import OneProcess, TokenExchange
 
 OnToken = Callable[[int, int, float], object]
@@ -163,9 +163,14 @@ class _Loop:
 
     def warm_up(self) -> None:
         """Let libraries and communicators set themselves up, and capture every graph that may be needed: a prefill,
-        and a decode step of every size. Nothing is counted."""
+        and a decode step of every size and kind. Nothing is counted."""
         stats, self.model.stats = self.model.stats, None
+        thinned = [part for layer_idx in self.model.layers for part, _ in self.model.mlp(layer_idx).thinned_parts()]
+        counts = [(part.kept, part.seen) for part in thinned]
+        for part in thinned:
+            part.kept, part.seen = Count(), Count()
         prompt = self.queue[0].request.prompt_token_ids
+        kinds = {row.request.sampling.temperature > 0.0 for row in self.queue}  # of both: batches may be all greedy
         for microbatch in self.microbatches:
             token_ids, lengths = pad_right([prompt], self.model.device)
             cache = microbatch.cache.fresh_rows([0])
@@ -174,7 +179,8 @@ class _Loop:
                 self.model.logits(hidden_states[:, -1])
             if microbatch.graphs is not None:
                 for num_rows in range(1, microbatch.num_rows + 1):
-                    microbatch.graphs.prepare(num_rows)
+                    for samples in kinds:
+                        microbatch.graphs.prepare(num_rows, samples=samples)
             elif len(prompt) < microbatch.cache.max_seqlen:
                 cache = microbatch.cache.first_rows(1, lengths, len(prompt))
                 hidden_states = self.model(token_ids[:, -1:], cache=cache, phase="decode")
@@ -183,6 +189,8 @@ class _Loop:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.model.stats = stats
+        for part, (kept, seen) in zip(thinned, counts, strict=True):
+            part.kept, part.seen = kept, seen
 
     def run(self, on_token: OnToken | None, finish: Callable[[int, GenerationResult], None]) -> None:
         """Turn after turn, until nothing is left."""

@@ -72,6 +72,10 @@ class KVCache:
             return keys, values
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, views [B, G, max_seqlen, H]."""
+        return self.keys[layer_idx - self.layers.start], self.values[layer_idx - self.layers.start]
+
     def advance(self, num_tokens: Tensor, longest_added: int) -> None:
         """Add each row's real tokens [B]; `longest_added` is an upper bound of them, known to the host."""
         self.cache_seqlens += num_tokens

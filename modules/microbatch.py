@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modules.decode_graphs import DecodeGraphs
+from modules.decode_graphs import DecodeGraphs, StepInputs, StepResult
 from modules.decoder import Decoder
 from modules.requests import RunningRequest
 from modules.sampling import NonFiniteLogitsError, sample
@@ -50,8 +50,10 @@ class Microbatch:
         shape = (len(BLOCKS), 2, num_rows)  # of each kind of block and row: units computed, units in all
         self._counts: dict[Phase, Tensor] = {}
         if counts_units:
-            for phase in ("prefill", "decode"):
-                self._counts[phase] = torch.zeros(shape, dtype=torch.int64, device=model.device)
+            self._counts["prefill"] = torch.zeros(shape, dtype=torch.int64, device=model.device)
+            # What a graph has counted comes to the host with the chosen tokens, and stays there.
+            device = "cpu" if use_graphs else model.device
+            self._counts["decode"] = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def admit(self, queue: deque[RunningRequest], ended: list[int]) -> None:
         """Let requests in: into the rows of those that have ended, then behind the others; close the gaps that stay.
@@ -93,28 +95,36 @@ class Microbatch:
         """Do the turn: its message where the head is, None elsewhere. ValueError names a request whose logits are
         not finite."""
         assert self.turn is not None
-        stats = self.model.stats
+        stats, turn = self.model.stats, self.turn
         if self.counts_units and stats is not None:
-            shape = (2, len(self.turn.rows))
-            stats.row_counts = {
-                block: torch.zeros(shape, dtype=torch.int64, device=self.model.device) for block in BLOCKS
-            }
+            shape, device = (2, len(turn.rows)), self._counts[turn.phase].device
+            stats.row_counts = {block: torch.zeros(shape, dtype=torch.int64, device=device) for block in BLOCKS}
+        logits: Tensor | None = None
         echoed: list[float] = []
-        if self.turn.phase == "prefill":
+        result: StepResult | None = None
+        if turn.phase == "prefill":
             logits, echoed = self._prefill()
+        elif self.graphs is not None:
+            result = self._replay(self.graphs)
         else:
-            logits, chosen = self._decode()
-            if chosen is not None and not any(row.request.sampling.temperature for row in self.rows):
-                token_ids, logprobs, finite = chosen.tolist()
-                if all(finite):
-                    return token_ids + logprobs
+            logits = self._decode()
         if self.counts_units and stats is not None:
-            thinned = [self.model.mlp(layer_idx).weights_read() for layer_idx in self.model.layers]
+            layers = self.model.layers if self.model.sparsity_hook is not None else ()  # only what TEAL has thinned out
+            thinned = [self.model.mlp(layer_idx).weights_read() for layer_idx in layers]
             found = {**stats.row_counts}
             if read := [rows for rows in thinned if rows is not None]:
                 found["mlp"] = torch.stack(read).sum(0)
-            self._counts[self.turn.phase][..., self.turn.rows] += torch.stack([found[block] for block in BLOCKS])
+            self._counts[turn.phase][..., turn.rows] += torch.stack([found[block] for block in BLOCKS])
             stats.row_counts = {}
+        if result is not None:
+            assert self.graphs is not None
+            if self.graphs.chooses or not any(row.request.sampling.temperature for row in self.rows):
+                if not all(result.finite):
+                    raise self._refusal(
+                        NonFiniteLogitsError([row for row, good in enumerate(result.finite) if not good])
+                    )
+                return [*result.token_ids, *result.logprobs]
+            logits = result.logits
         if logits is None:
             return None
         token_ids = self._choose(logits)
@@ -136,15 +146,23 @@ class Microbatch:
         steps = torch.arange(len(rows), device=lengths.device)
         return self.model.logits(hidden_states[steps, lengths - 1]), echoed
 
-    def _decode(self) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [B, V], and what a greedy choice among them is where that is known already (see CapturedStep)."""
+    def _decode(self) -> Tensor | None:
         token_ids, lengths = [row.token_ids[-1] for row in self.rows], [row.num_cached for row in self.rows]
-        if self.graphs is not None:
-            return self.graphs.run(token_ids, lengths)
         inputs = torch.tensor([token_ids, lengths]).to(self.model.device)
         cache = self.cache.first_rows(len(self.rows), inputs[1], max(lengths))
         hidden_states = self.model(inputs[0][:, None], cache=cache, phase="decode")
-        return self.model.logits(hidden_states[:, 0]) if self.model.is_last else None, None
+        return self.model.logits(hidden_states[:, 0]) if self.model.is_last else None
+
+    def _replay(self, graphs: DecodeGraphs) -> StepResult | None:
+        rows = self.rows
+        inputs = StepInputs(
+            token_ids=[row.token_ids[-1] for row in rows],
+            lengths=[row.num_cached for row in rows],
+            steps=[len(row.token_ids) for row in rows],
+            sampling=[row.request.sampling for row in rows],
+        )
+        # Whom this step fills up will not go on; whether another meets its end is not known before it is read.
+        return graphs.run(inputs, ahead=all(len(row.token_ids) + 1 < row.room for row in rows))
 
     def _choose(self, logits: Tensor) -> Tensor:
         assert self.turn is not None
@@ -152,9 +170,14 @@ class Microbatch:
         try:
             return sample(logits, [row.request.sampling for row in rows], [len(row.token_ids) for row in rows])
         except NonFiniteLogitsError as error:
-            bad = [rows[row] for row in error.rows]
-            ids = [row.request_idx if row.request.request_id is None else row.request.request_id for row in bad]
-            raise ValueError(f"request {', '.join(map(repr, ids))}: {error}") from error
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: NonFiniteLogitsError) -> ValueError:
+        """`error` of the turn's rows, with the names of their requests."""
+        assert self.turn is not None
+        bad = [self.rows[self.turn.rows[row]] for row in error.rows]
+        ids = [row.request_idx if row.request.request_id is None else row.request.request_id for row in bad]
+        return ValueError(f"request {', '.join(map(repr, ids))}: {error}")
 
     def take_in(self, message: list[float]) -> Iterator[tuple[RunningRequest, int, float]]:
         """Give each row of the turn its token; yields (row, token id, log-probability) for those that wanted one."""
@@ -179,8 +202,8 @@ class Microbatch:
         """Numbers that add up over processes, for `densities`: what a row computed here, and what there was."""
         if not self._counts:
             return [0.0] * 8
-        phases = [self._counts[phase][..., row] for phase in ("decode", "prefill")]
-        return torch.stack(phases).flatten().tolist()
+        decode, prefill = (self._counts[phase][..., row].flatten().tolist() for phase in ("decode", "prefill"))
+        return decode + prefill
 
 
 def densities(counts: list[float]) -> dict[Block, float]:

@@ -10,9 +10,16 @@ from torch import Tensor, nn
 
 from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
-from modules.kernels.sparse_mlp import ACTIVATION_FUNCTIONS, sparse_mlp
+from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.mlp_reference import reference_sparse_mlp
+from modules.kernels.sparse_mlp import sparse_mlp
 from modules.projections import OutputProjection, ThinnedInput
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
+from modules.thinned_step import can_thin, thinned_mlp
+
+# So many rows read all weights faster through the kernel than through the library (scripts.benchmark.kernels).
+MAX_FUSED_DENSE_ROWS = 1
 
 
 class Mlp(nn.Module):
@@ -33,8 +40,10 @@ class Mlp(nn.Module):
         self.selector: Selector | None = None
         self.force_mask = False  # simulate every set with a mask: what the gathered path must equal
 
-    def forward(self, hidden_states: Tensor, forward_pass: ForwardPass) -> Tensor:
+    def forward(self, hidden_states: Tensor | DeferredNorm, forward_pass: ForwardPass) -> Tensor:
         """[B, T, D] normed -> [B, T, D], the block's part of the residual sum, without bias."""
+        if isinstance(hidden_states, DeferredNorm):
+            return self._fused(hidden_states, forward_pass)
         context = forward_pass.selection_context(
             "mlp", self.layer_idx, hidden_states, lambda: self.intermediate(hidden_states), self.units
         )
@@ -49,6 +58,40 @@ class Mlp(nn.Module):
             output = output + active.compensation.view_as(output)
         return output
 
+    def _fused(self, states: DeferredNorm, forward_pass: ForwardPass) -> Tensor:
+        """A decode step: [B, D] still to be normed -> [B, 1, D]. One kernel, for what is active or for everything."""
+        fused = forward_pass.fused
+        assert fused is not None
+
+        def activations() -> Tensor:
+            return self.intermediate(states.normed()[:, None])
+
+        active, context = fused.select("mlp", self.layer_idx, states, forward_pass, activations)
+        if isinstance(active, ActiveSet):
+            active = active.listed()
+        forward_pass.count(context, self.num_units, "dense" if active is None else "gather", active)
+        if can_thin(self, states):
+            return thinned_mlp(self, states, fused)
+        down = self.down_proj
+        if isinstance(down, ThinnedInput) or (active is None and len(states.partial) > MAX_FUSED_DENSE_ROWS):
+            return down(activations())
+        output = sparse_mlp(
+            states,
+            None if self.gate_proj is None else self.gate_proj.weight,
+            self.up_proj.weight,
+            down.weight,
+            active,
+            activation=self.activation,
+            gate_bias=None if self.gate_proj is None else self.gate_proj.bias,
+            up_bias=self.up_proj.bias,
+            standin=None if active is None else active.standin,
+            rider=fused.rider("mlp", self.layer_idx, states.dtype),
+            output=fused.sums("mlp", self.layer_idx),
+        )
+        if active is not None and active.compensation is not None:
+            output = output + active.compensation
+        return output[:, None]
+
     def thinned_counts(self) -> list[tuple[int, int]]:
         """Inputs (used, seen) of the gate, up and down projections; (1, 1) for one not thinned, (0, 0) for
         none. Sums over ranks are counts again."""
@@ -61,15 +104,23 @@ class Mlp(nn.Module):
         """int64 [2, B]: weights read, and all there are, for each batch row of the last call, where inputs are thinned
         out (TEAL); None elsewhere. Sums over ranks are counts again."""
         total: Tensor | None = None
+        for part, width in self.thinned_parts():
+            if part.last_rows is not None:
+                total = part.last_rows * width if total is None else total + part.last_rows * width
+        return total
+
+    def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
+        """Those of gate, up and down projection whose inputs are thinned out, and the weights an entry stands for."""
         num_neurons = self.num_units if self.units is None else self.units.num_counted
+        found: list[tuple[ThinnedInput, int]] = []
         for part, width in (
             (self.gate_proj, num_neurons),
             (self.up_proj, num_neurons),
             (self.down_proj, self.hidden_size),
         ):
-            if isinstance(part, ThinnedInput) and part.last_rows is not None:
-                total = part.last_rows * width if total is None else total + part.last_rows * width
-        return total
+            if isinstance(part, ThinnedInput):
+                found.append((part, width))
+        return found
 
     def intermediate(self, hidden_states: Tensor) -> Tensor:
         """What the down projection multiplies, every neuron: [..., D] -> [..., F]."""
@@ -88,7 +139,11 @@ class Mlp(nn.Module):
         rows = hidden_states.flatten(0, 1)
         gate_weight = None if self.gate_proj is None else self.gate_proj.weight
         gate_bias = None if self.gate_proj is None else self.gate_proj.bias
-        output = sparse_mlp(
+        if active.mask.shape != (len(rows), self.num_units):
+            raise ValueError(
+                f"active set {tuple(active.mask.shape)} does not fit {len(rows)} rows x {self.num_units} neurons"
+            )
+        output = reference_sparse_mlp(
             rows,
             gate_weight,
             self.up_proj.weight,

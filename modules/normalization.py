@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from modules.config import ModelConfig
 from modules.kernels.add_norm import fused_add_norm
+from modules.kernels.deferred_norm import DeferredNorm
 
 
 class Norm(nn.Module):
@@ -86,3 +87,31 @@ def add_norm(
     total = total if residual is None else residual + total
     normed = total if norm is None else norm(total)
     return normed.to(dtype), (total if pre_norm else normed)
+
+
+def deferred_add_norm(
+    partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, *, dtype: torch.dtype
+) -> tuple[DeferredNorm, Tensor]:
+    """`add_norm` of a pre-norm decode step, partial [B, 1, D], left to the kernel that reads its result.
+
+    The residual that is returned is written by that kernel. Only for one row; several are normed here and now.
+    """
+    rows = partial.flatten(0, 1)
+    if len(rows) > 1:
+        hidden_states, total = add_norm(rows, residual, norm, bias, dtype=dtype)
+        return DeferredNorm.plain(hidden_states), total
+    new_residual = torch.empty_like(rows, dtype=torch.float32)
+    return (
+        DeferredNorm(
+            partial=rows,
+            residual=residual,
+            bias=bias,
+            weight=None if norm is None else norm.weight,
+            norm_bias=None if norm is None else norm.bias,
+            kind="none" if norm is None else norm.kind,
+            eps=0.0 if norm is None else norm.eps,
+            dtype=dtype,
+            new_residual=new_residual,
+        ),
+        new_residual,
+    )

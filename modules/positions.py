@@ -30,6 +30,7 @@ class RotaryPositions:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self._frequencies: dict[torch.device, Tensor] = {}
+        self._table: Tensor | None = None
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [B, T] -> cos, sin [B, 1, T, head_dim] in `dtype` (angles in float32, as trained).
@@ -41,6 +42,21 @@ class RotaryPositions:
         angles = positions[:, None, :, None].float() * self._frequencies[positions.device]
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def table(self, num_positions: int, device: torch.device) -> Tensor:
+        """`rotary_table`, kept until another is asked for: each call of `generate` may have another length, and tables
+        of all lengths together would fill the memory."""
+        table = self._table
+        if table is None or table.shape[1] != num_positions or table.device != device:
+            table = self._table = rotary_table(self.config, num_positions, device)
+        return table
+
+
+def rotary_table(config: ModelConfig, num_positions: int, device: torch.device | str) -> Tensor:
+    """Cosines and sines of all positions, for kernels that look them up: float32 [2, num_positions, head_dim / 2]."""
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = positions[:, None] * rotary_frequencies(config, device)
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def apply_rotary(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

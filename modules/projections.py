@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from modules.kernels.thinned_entries import kept_entries
 from modules.sparsity import Count
 
 
@@ -54,6 +55,9 @@ class ThinnedInput(nn.Module):
     Wraps a matmul from outside; the matmul itself stays as it was. `kept` of `seen` entries were used, over rows that
     are no padding and inputs that are `counted` (bool [in_features]; None: all). `last_rows` [2, B] are those numbers
     of the last call alone, for each batch row; None where it was not thinned out.
+
+    In a decode step that may be a graph (see thinned_in_step) nothing is counted, but `kept_in_step` [B] left behind.
+    `input_major` [M, in, out]: the weights that kernels read, of all M matrices which have this input; None without.
     """
 
     def __init__(self, projection: nn.Module, threshold: float, counted: Tensor | None = None) -> None:
@@ -61,25 +65,40 @@ class ThinnedInput(nn.Module):
         self.projection = projection
         self.threshold = threshold
         self.counted = counted
-        self.num_counted = None if counted is None else int(counted.sum())
+        width = self.weight.shape[1] if isinstance(projection, nn.Linear) else self.weight.shape[0]
+        self.num_counted = width if counted is None else int(counted.sum())
         self.enabled = True
         self.valid: Tensor | None = None  # bool [B, T]: rows that are no padding, and count; None: all
         self.kept = Count()
         self.seen = Count()
         self.last_rows: Tensor | None = None
+        self.in_step = False
+        self.kept_in_step: Tensor | None = None
+        self.input_major: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Of the wrapped projection, as its bias."""
+        return self.projection.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], or None."""
+        return getattr(self.projection, "bias", None)
 
     def forward(self, states: Tensor) -> Tensor:
         """As the wrapped projection, on the input's entries with magnitude >= threshold."""
         if not self.enabled:
             self.last_rows = None
             return self.projection(states)
-        # An exact zero (ReLU) is skipped for free, also where the threshold itself is zero.
-        mask = (states.abs() >= self.threshold) & ((states != 0) | (self.threshold == float("-inf")))
+        mask = kept_entries(states, self.threshold)
         kept = mask if self.counted is None else mask & self.counted
         kept = kept if self.valid is None else kept & self.valid[..., None]
-        width = states.shape[-1] if self.num_counted is None else self.num_counted
-        seen = kept.new_ones(kept.shape[:-1]) if self.valid is None else self.valid
-        self.last_rows = torch.stack((kept.sum((-1, -2)), seen.sum(-1) * width))
-        self.kept.add(self.last_rows[0].sum())
-        self.seen.add(self.last_rows[1].sum())
+        if self.in_step:
+            self.kept_in_step = kept.sum((-1, -2))
+        else:
+            seen = kept.new_ones(kept.shape[:-1]) if self.valid is None else self.valid
+            self.last_rows = torch.stack((kept.sum((-1, -2)), seen.sum(-1) * self.num_counted))
+            self.kept.add(self.last_rows[0].sum())
+            self.seen.add(self.last_rows[1].sum())
         return self.projection(states.masked_fill(~mask, 0))

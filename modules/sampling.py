@@ -71,6 +71,34 @@ def uniform(seed: int, step: int) -> float:
     return (mix_seed(seed, step) >> 11) * 2.0**-53
 
 
+def as_int64(bits: int) -> int:
+    """64 bits as the int64 that holds them."""
+    return bits - (1 << 64) if bits >> 63 else bits
+
+
+def stream_of(seed: int) -> int:
+    """The start of a seed's stream, for `stream_element`: element `index` of it is mix_seed(seed, index)."""
+    return as_int64(_mix(seed & _MASK_64))
+
+
+def stream_element(streams: int | Tensor, indices: Tensor) -> Tensor:
+    """Element `indices` of the splitmix64 streams that start at `streams`; int64, broadcast."""
+    bits = streams + (indices + 1) * as_int64(_GOLDEN)
+    bits = (bits ^ _shifted(bits, 30)) * as_int64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shifted(bits, 27)) * as_int64(0x94D049BB133111EB)
+    return bits ^ _shifted(bits, 31)
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    # `>>` copies the sign bit of an int64 into the places that become free; splitmix64 wants zeros there.
+    return (bits >> places) & ((1 << (64 - places)) - 1)
+
+
+def stream_uniforms(streams: Tensor, steps: Tensor) -> Tensor:
+    """`uniform` of many rows where they are: `stream_of` their seeds, and token numbers, int64 [B] -> float64 [B]."""
+    return _shifted(stream_element(streams, steps), 11).double() * 2.0**-53
+
+
 def check_finite(logits: Tensor) -> None:
     """Raise NonFiniteLogitsError naming the rows of [B, V] that cannot be sampled. -inf (padding of the
     vocabulary, a banned token) is allowed: such a token is never chosen."""
@@ -164,3 +192,30 @@ def kept_tokens(weights: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
     # A token stays if those before it fall short of top_p: the one that crosses the threshold is kept.
     before = cumulative - values
     return values.masked_fill((before >= top_p * total) & (top_p < 1.0), 0.0), ids.gather(-1, order)
+
+
+def sample_on_device(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+    """`sample` of logits [B, V] in fixed shapes and without a host read, so that a CUDA graph can hold it.
+
+    Options as `SamplingParams` has them: temperature, top_p and uniforms float64 [B], top_k int64 [B] -> token ids
+    int64 [B]. Logits that are not finite give some id of the vocabulary: it is for the caller to refuse them.
+    """
+    vocab_size = logits.shape[-1]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    cooled = temperature.to(wide.dtype)[:, None].clamp(min=torch.finfo(wide.dtype).tiny)
+    weights = ((wide - wide.amax(-1, keepdim=True)) / cooled).exp()
+    # Rows with a limit draw in order of likelihood, the others in order of token id, as in `_draw`.
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    ids = torch.arange(vocab_size, device=logits.device)
+    limited = ((top_k != -1) | (top_p < 1.0))[:, None]
+    order = torch.where(limited, order, ids)
+    count = torch.where(top_k == -1, vocab_size, top_k.clamp(max=vocab_size))[:, None]
+    values = torch.where(limited, ordered, weights).masked_fill(ids >= count, 0.0)
+    cumulative = values.cumsum(-1, dtype=torch.float64)
+    everything = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    total = torch.where(count == vocab_size, everything, cumulative[:, -1:])
+    share = top_p[:, None]
+    kept = values.masked_fill((cumulative - values >= share * total) & (share < 1.0), 0.0)
+    # NaN compares to nothing and would be found beyond the end, where a gather stops the device for good.
+    drawn = order.gather(-1, _inverse_cdf(kept, uniforms)[:, None].clamp(max=vocab_size - 1)).squeeze(-1)
+    return torch.where(temperature > 0.0, drawn, greedy(logits))

@@ -6,8 +6,10 @@ The learned predictor and CATS live in `sparse_predictor/selectors.py`.
 import torch
 from torch import Tensor
 
-from modules.sampling import mix_seed
-from modules.sparsity import ActiveSet, SelectionContext, UnitShard, num_kept
+from modules.fused_decode import Choice
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.sampling import as_int64, mix_seed, stream_element
+from modules.sparsity import ActiveList, ActiveSet, SelectionContext, UnitShard, num_kept
 
 # Random numbers drawn at once: as many as fit a CPU's cache; on a GPU, a bound of what a long prefill needs.
 MAX_DRAWS = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -51,11 +53,20 @@ class StaticSelector:
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
+        self._listed: dict[tuple[int, torch.device], ActiveList | ActiveSet] = {}  # by number of rows, and where
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         rows = hidden_states.shape[0] * hidden_states.shape[1]
         mask = self.mask.to(hidden_states.device)
         return ActiveSet((mask if context.units is None else context.units.columns(mask)).expand(rows, -1))
+
+    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
+        """See `StepSelector`: the list is made once."""
+        place = rows, device = len(source.partial), source.partial.device
+        if place not in self._listed:
+            chosen = ActiveSet(self.mask.to(device).expand(rows, -1), is_early=True)
+            self._listed[place] = chosen if context.block == "attention" else chosen.listed()
+        return self._listed[place]
 
 
 class RandomSelector:
@@ -70,7 +81,7 @@ class RandomSelector:
         self.seed = seed
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        key = _signed(mix_seed(self.seed, 2 * context.layer_idx + (context.block == "mlp")))
+        key = as_int64(mix_seed(self.seed, 2 * context.layer_idx + (context.block == "mlp")))
         unit_indices = torch.arange(self.num_units, device=hidden_states.device)
         num_rows = max(1, MAX_DRAWS.get(hidden_states.device.type, MAX_DRAWS["cpu"]) // self.num_units)
         masks = []
@@ -78,21 +89,3 @@ class RandomSelector:
             draws = stream_element(stream_element(key, positions)[:, None], unit_indices)
             masks.append(ActiveSet.from_scores(draws, self.count, context.units).mask)
         return ActiveSet(torch.cat(masks))
-
-
-def stream_element(seeds: int | Tensor, indices: Tensor) -> Tensor:
-    """Element `indices` of the splitmix64 streams (Steele et al. 2014) that start at `seeds`; int64, broadcast."""
-    bits = seeds + (indices + 1) * _signed(0x9E3779B97F4A7C15)
-    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
-    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB)
-    return bits ^ _shifted(bits, 31)
-
-
-def _shifted(bits: Tensor, places: int) -> Tensor:
-    # `>>` copies the sign bit of an int64 into the places that become free; splitmix64 wants zeros there.
-    return (bits >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(bits: int) -> int:
-    """64 bits as the int64 that holds them."""
-    return bits - (1 << 64) if bits >> 63 else bits

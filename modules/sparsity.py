@@ -63,17 +63,49 @@ class UnitShard:
         return mask[..., self.local.clamp(min=0)] & self.real
 
 
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """What is added for the units that are skipped, as linear units that are always active:
+    sum over i of (inputs[i] . x) * outputs[i] + bias; inputs and outputs [R, D], bias [D]."""
+
+    inputs: Tensor
+    outputs: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveList:
+    """The units that any row of a decode step computes, as a list on the device that a kernel walks.
+
+    `indices` int32 [U]: the first `length[0]` entries are the active units, in no promised order, then
+    anything. `length` int32 [1]. `num_active` int32 [rows]: units of each row. `mask` bool [rows, U], which row has
+    which; None for a single row. `gate_values` float32 [rows, U]: act(gate) of active units, where known (CATS).
+    `compensation` [rows, D] or `standin`: what the others add. `is_early`: made well before it is read (deferred_norm).
+    """
+
+    indices: Tensor
+    length: Tensor
+    num_active: Tensor
+    mask: Tensor | None = None
+    gate_values: Tensor | None = None
+    compensation: Tensor | None = None
+    standin: StandIn | None = None
+    is_early: bool = False
+
+
 @dataclass(frozen=True)
 class ActiveSet:
     """The active units of each row.
 
     `mask` bool [rows, U]. `compensation` [rows, D] is added to the block's output (the stand-in for what is
-    skipped). `gate_values` [rows, U]: act(gate) where the selector has already paid for it (CATS).
+    skipped). `gate_values` [rows, U]: act(gate) where the selector has already paid for it (CATS). `is_early`: see
+    ActiveList.
     """
 
     mask: Tensor
     compensation: Tensor | None = None
     gate_values: Tensor | None = None
+    is_early: bool = False
 
     @property
     def num_active(self) -> Tensor:
@@ -88,6 +120,19 @@ class ActiveSet:
         """
         # A stable sort of "inactive" puts active units first and keeps both groups in order.
         return torch.sort(~self.mask, dim=-1, stable=True).indices.to(torch.int32)
+
+    def listed(self) -> ActiveList:
+        """The union of the rows' sets, in ascending order; no host read."""
+        union = self.mask.any(0)
+        return ActiveList(
+            indices=torch.sort(~union, stable=True).indices.to(torch.int32),
+            length=union.sum(dtype=torch.int32)[None],
+            num_active=self.num_active,
+            mask=self.mask.contiguous() if len(self.mask) > 1 else None,
+            gate_values=None if self.gate_values is None else self.gate_values.float(),
+            compensation=self.compensation,
+            is_early=self.is_early,
+        )
 
     @staticmethod
     def from_scores(scores: Tensor, count: int, units: UnitShard | None = None) -> "ActiveSet":
@@ -194,10 +239,12 @@ class SparsityStats:
         self._row_counts = counts
         self._dense_rows = {block: [0, 0] for block in counts}
 
-    def count(self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | None) -> None:
+    def count(
+        self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | ActiveList | None
+    ) -> None:
         """Add one call of a block with `num_units` units here; `active` None: dense."""
         units, valid, (batch, tokens) = context.units, context.valid, context.positions.shape
-        mask = None if active is None else active.mask
+        mask = active.mask if isinstance(active, ActiveSet) else None
         stats = self.of(context.layer_idx, context.block)
         stats.executions[execution] += 1
         if units is not None:
@@ -209,6 +256,8 @@ class SparsityStats:
         if mask is not None:
             counted = mask if valid is None else mask & valid.reshape(-1, 1)
             kept = counted.unflatten(0, (batch, tokens)).sum((1, 2))
+        elif active is not None:
+            kept = active.num_active
         for counter, number in ((stats.active, kept), (stats.total, total)):
             counter.add(number * batch if isinstance(number, int) else number.sum())
         if (counts := self._row_counts.get(context.block)) is not None:

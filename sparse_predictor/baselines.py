@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from modules.kernels.sparse_mlp import ACTIVATION_FUNCTIONS
+from modules.kernels.activations import ACTIVATION_FUNCTIONS
 from sparse_predictor.calibration import LayerCalibration, quantiles_of
 from sparse_predictor.labels import LabelDefinition
 from sparse_predictor.train import targets_of

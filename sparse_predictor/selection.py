@@ -12,10 +12,12 @@ from torch import nn
 
 from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
+from modules.fused_decode import can_fuse
 from modules.mlp import unit_norms
 from modules.projections import ThinnedInput
 from modules.selectors import OracleSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
+from modules.thinned_step import lay_out_for_kernels
 from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, read_manifest
@@ -232,6 +234,7 @@ def _thin_mlp_inputs(
 ) -> None:
     """TEAL (Liu et al. 2024, section 4) on the MLP: drop the inputs of each matmul that are small in magnitude."""
     thinned: list[ThinnedInput] = []
+    num_bytes = 0
     for layer in model.layers:
         mlp = model.mlp(layer)
         for name in THINNED_PROJECTIONS:
@@ -244,6 +247,12 @@ def _thin_mlp_inputs(
             counted = mlp.units.counted if name == "down_proj" and mlp.units is not None else None
             thinned.append(ThinnedInput(projection, threshold, counted))
             setattr(mlp, name, thinned[-1])
+        if can_fuse(model):
+            num_bytes += lay_out_for_kernels(mlp)
+    if num_bytes:
+        logger.info(
+            f"teal: input-major copies of the MLP's first matrices take {num_bytes / 2**30:.2f} GiB more memory"
+        )
 
     def follow_the_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")

@@ -3,13 +3,21 @@
 Oracle, static and random selectors need neither and live in `modules/selectors.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from modules.kernels.sparse_mlp import ACTIVATION_FUNCTIONS
+from modules.fused_decode import Choice, choose
+from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.choose_groups import MAX_GROUPS, MAX_RANK, choose_groups
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.norm_linear import norm_linear
+from modules.kernels.riders import GroupRequest, UnitRequest
+from modules.kernels.select_units import select_units
 from modules.mlp import Mlp
-from modules.sparsity import ActiveSet, SelectionContext, Selector, UnitShard, num_kept
+from modules.sparsity import ActiveSet, Block, SelectionContext, Selector, StandIn, UnitShard, num_kept
 from sparse_predictor.predictor import Predictor, Rule
 
 
@@ -44,6 +52,65 @@ class PredictorSelector:
             return ActiveSet(ActiveSet.from_scores(everywhere, self.count, context.units).mask, compensation)
         return ActiveSet(at_least(scores, self.threshold, context.units), compensation)
 
+    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
+        """See `StepSelector`: scores, threshold and list in two kernels (heads: in one)."""
+        predictor = self.predictor
+        if context.block == "attention":
+            assert self.count is not None
+            if not self.rides("attention"):
+                return ActiveSet.from_scores(predictor.scores(source.normed()), self.count)
+            flags = choose_groups(source, predictor.first, predictor.second, predictor.bias, count=self.count)
+            return ActiveSet(flags)
+        inner = DeferredNorm.plain(norm_linear(source, predictor.first, None, out_dtype=source.dtype))
+        if self.count is not None:
+            scores = norm_linear(inner, predictor.second, predictor.bias, out_dtype=source.dtype)
+            return replace(ActiveSet.from_scores(scores, self.count).listed(), standin=self.standin_in_step)
+        active = select_units(
+            inner,
+            predictor.second,
+            predictor.bias,
+            threshold=self.threshold,
+            activation=None,
+            keep_values=False,
+            counters=counters,
+        )
+        return replace(active, standin=self.standin_in_step)
+
+    @property
+    def scoring_rows(self) -> Tensor:
+        """See `RidingSelector`."""
+        return self.predictor.first
+
+    def rides(self, block: Block) -> bool:
+        """See `RidingSelector`: groups, as many as a kernel takes, and neurons by threshold; the top neurons need a
+        sort. So does a list whose order must not depend on which program was first."""
+        if block == "attention":
+            return self.predictor.num_units <= MAX_GROUPS and self.predictor.rank <= MAX_RANK
+        return self.count is None and not torch.are_deterministic_algorithms_enabled()
+
+    def request(self, inner: Tensor, block: Block, counters: Tensor) -> UnitRequest | GroupRequest:
+        """See `RidingSelector`."""
+        predictor = self.predictor
+        if block == "attention":
+            assert self.count is not None
+            return GroupRequest.of(inner, predictor.second, predictor.bias, self.count)
+        return UnitRequest.of(inner, predictor.second, predictor.bias, self.threshold, counters)
+
+    def answer(self, request: UnitRequest | GroupRequest) -> Choice:
+        """See `RidingSelector`."""
+        if isinstance(request, GroupRequest):
+            return ActiveSet(request.flags, is_early=True)
+        return replace(request.found, standin=self.standin_in_step)
+
+    @cached_property
+    def standin_in_step(self) -> StandIn | None:
+        """The stand-in in use with its outputs unit-major, as the MLP's kernel reads them."""
+        if self.standin_index is None:
+            return None
+        predictor, index = self.predictor, self.standin_index
+        outputs = predictor.standin_out[index].t().contiguous()
+        return StandIn(inputs=predictor.standin_in[index], outputs=outputs, bias=predictor.standin_bias[index])
+
 
 def at_least(scores: Tensor, threshold: float, units: UnitShard | None) -> Tensor:
     """Units whose score [rows, U] reaches the threshold; padding of a shard never does."""
@@ -59,12 +126,25 @@ class CatsSelector:
         if mlp.gate_proj is None:
             raise ValueError("method cats needs a gated MLP; this model has none")
         self.gate_proj = mlp.gate_proj
+        self.activation = mlp.activation
         self.activate = ACTIVATION_FUNCTIONS[mlp.activation]
         self.threshold = threshold
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         gate_values = self.activate(self.gate_proj(hidden_states)).flatten(0, 1)
         return ActiveSet(at_least(gate_values.abs(), self.threshold, context.units), gate_values=gate_values)
+
+    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
+        """See `StepSelector`: gate, threshold and list in one kernel."""
+        return select_units(
+            source,
+            self.gate_proj.weight,
+            self.gate_proj.bias,
+            threshold=self.threshold,
+            activation=self.activation,
+            keep_values=True,
+            counters=counters,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,3 +160,7 @@ class SparsePhaseGate:
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         return self.inner.select(hidden_states, context) if context.phase == "decode" else None
+
+    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
+        """As the selector inside: a step decodes."""
+        return choose(self.inner, source, context, counters)

@@ -109,6 +109,7 @@ def _fit_layer(
 def _begin(model: Decoder, token_ids: Tensor) -> _Stream:
     forward_pass = model.begin(token_ids)
     hidden_states, residual = model.enter(token_ids, forward_pass)
+    assert isinstance(hidden_states, Tensor)
     return _Stream(hidden_states, residual, forward_pass)
 
 

@@ -87,7 +87,9 @@ def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list
     NaN for those that this rank does not hold; with `reduce`, which sums over ranks, there are none.
     """
     hidden_size, num_layers = model.config.hidden_size, model.config.num_hidden_layers
-    places = torch.linspace(0, hidden_size * model.config.intermediate_size - 1, 4).round().long().tolist()
+    # float64: float32 does not hold every whole number beyond 2**24, and would round the last place to one too many.
+    last = hidden_size * model.config.intermediate_size - 1
+    places = torch.linspace(0, last, 4, dtype=torch.float64).round().long().tolist()
     layers = range(0, num_layers, max(1, num_layers // 8))
     found = torch.zeros(2, len(layers) * len(places), dtype=torch.float64)  # values; whether they are here
     for idx, (layer, place) in enumerate(product(layers, places)):

@@ -1,10 +1,12 @@
-"""Decode steps of static shape: equal to eager decoding, whatever sizes are replayed in what order.
+"""Decode steps of static shape: equal to eager decoding, whatever sizes are replayed in what order, and whatever step
+ran ahead in vain.
 
 Without a GPU a graph is played by the step itself, run anew into the outputs of the first run: padded rows, static
 inputs, the look at the whole cache and what a capture must put back are the same. The `cuda` tests capture for real.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,37 +14,21 @@ import torch
 
 from modules.checkpoint import random_model
 from modules.config import ModelConfig
-from modules.decode_graphs import DecodeGraphs, StepOutputs
+from modules.decode_graphs import DecodeGraphs, StepInputs
 from modules.decoder import Decoder
 from modules.generation import generate, prefill
-from modules.requests import GenerationRequest
+from modules.requests import GenerationRequest, GenerationResult
 from modules.sampling import SamplingParams
+from tests.modules.played_graphs import PlayedGraphs, greedy_step, play_graphs
 from tests.modules.tiny_kinds import LLAMA, OPT, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 
 LENGTHS = [9, 1, 17, 4, 12]
 
 
-def played(step: Callable[[], StepOutputs], device: torch.device, pool: Any) -> tuple[Callable[[], None], StepOutputs]:
-    """In the place of `capture`: the same contract without a GPU."""
-    for _ in range(2):
-        step()
-    outputs = step()
-
-    def replay() -> None:
-        fresh = step()
-        for old, new in ((outputs.logits, fresh.logits), (outputs.greedy, fresh.greedy)):
-            assert old is not None and new is not None
-            old.copy_(new)
-
-    return replay, outputs
-
-
 @pytest.fixture
-def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("modules.decode_graphs.capture", played)
-    monkeypatch.setattr("modules.generation.can_capture", lambda model: not model.is_sparse)
-    yield
+def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> PlayedGraphs:
+    return play_graphs(monkeypatch)
 
 
 def requests(**options: Any) -> list[GenerationRequest]:
@@ -70,12 +56,161 @@ def test_generation_in_graphs_equals_eager_generation(
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-9)
 
 
-def test_rows_that_sample_take_their_logits_from_the_graph(graphs_on_a_cpu: None) -> None:
+SAMPLING = [
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=-2),
+    SamplingParams(temperature=1.5, top_k=20, seed=2**63 + 5),
+    SamplingParams(temperature=1.0, top_k=9, top_p=0.5, seed=3),
+]
+
+
+def test_rows_sample_in_the_graph_as_they_do_alone_while_others_come_and_go(graphs_on_a_cpu: PlayedGraphs) -> None:
     model = tiny_decoder(LLAMA, dtype=torch.float64)
-    sampled = requests(sampling=SamplingParams(temperature=1.0, seed=3))
-    together = generate(model, sampled, batch_size=3, eos_token_ids=())
-    alone = [generate(model, [each], eos_token_ids=())[0] for each in sampled]
-    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+    mixed = [replace(each, sampling=sampling) for each, sampling in zip(requests(), SAMPLING, strict=True)]
+    eos = range(0, 131, 5)  # so that rows end without notice, too
+    alone = [eager_alone(model, request, eos) for request in mixed]
+    assert {theirs.finish_reason for theirs in alone} == {"stop", "length"}
+    for batch_size in (1, 3, 5):
+        found = generate(model, mixed, batch_size=batch_size, eos_token_ids=eos)
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours.token_ids == theirs.token_ids and ours.finish_reason == theirs.finish_reason
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-9)
+    assert graphs_on_a_cpu.steps_ahead("used") > 0 and graphs_on_a_cpu.steps_ahead("discarded") > 0
+
+
+def eager_alone(model: Decoder, request: GenerationRequest, eos: Sequence[int]) -> GenerationResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("modules.generation.can_capture", lambda model: False)
+        return generate(model, [request], batch_size=1, eos_token_ids=eos)[0]
+
+
+def test_each_step_but_the_first_runs_before_it_is_asked_for(graphs_on_a_cpu: PlayedGraphs) -> None:
+    model = tiny_decoder(LLAMA, dtype=torch.float64)
+    passes = []
+    model.first_norm.register_forward_hook(lambda *_: passes.append(1))  # type: ignore[union-attr]
+    asked = [replace(each, max_new_tokens=9) for each in requests()[:2]]
+    first, second = generate(model, asked, batch_size=2, eos_token_ids=(), warm_up=True)
+    assert graphs_on_a_cpu.made[0].steps_ahead == {"used": 7, "discarded": 0}
+    # The first tokens are the prompt's; a step that fills the rows up is not run past.
+    warm_up = 1 + 3 * graphs_on_a_cpu.num_captured
+    assert len(passes) == warm_up + 1 + 8
+    # When a row ends without notice, the step ahead of the others is in vain.
+    eos = next(each for each in first.token_ids[1:] if each not in second.token_ids)
+    cut = generate(model, asked, batch_size=2, eos_token_ids=[eos])
+    assert cut[0].finish_reason == "stop" and cut[0].token_ids == first.token_ids[: len(cut[0].token_ids)]
+    assert cut[1].token_ids == second.token_ids
+    assert graphs_on_a_cpu.made[1].steps_ahead == {"used": 6, "discarded": 1}
+
+
+def test_a_part_of_a_model_does_not_run_ahead(graphs_on_a_cpu: PlayedGraphs) -> None:
+    model = tiny_decoder(LLAMA, dtype=torch.float64)
+    mixed = [replace(each, sampling=sampling) for each, sampling in zip(requests(), SAMPLING, strict=True)]
+    whole = generate(model, mixed, batch_size=3, eos_token_ids=())
+    model.shards["lm_head.weight"] = object()  # type: ignore[assignment]
+    part = generate(model, mixed, batch_size=3, eos_token_ids=())
+    assert [each.token_ids for each in part] == [each.token_ids for each in whole]
+    assert graphs_on_a_cpu.made[1].steps_ahead == {"used": 0, "discarded": 0}
+
+
+@pytest.mark.parametrize(("sampled", "num_steps"), [([], 4), ([1], 8), ([0, 1, 2, 3, 4], 4)])
+def test_a_warm_up_captures_what_will_be_needed(
+    graphs_on_a_cpu: PlayedGraphs, sampled: list[int], num_steps: int
+) -> None:
+    model = tiny_decoder(LLAMA, dtype=torch.float64)
+    mixed = [
+        replace(each, sampling=SAMPLING[0] if place in sampled else SamplingParams())
+        for place, each in enumerate(requests())
+    ]
+    generate(model, mixed, batch_size=5, eos_token_ids=(), warm_up=True)
+    assert graphs_on_a_cpu.num_captured == num_steps, "rows 1, 2, 4, 5, each as the requests are"
+
+
+def test_broken_logits_of_a_graph_stop_the_run_and_name_the_request(graphs_on_a_cpu: PlayedGraphs) -> None:
+    model = tiny_decoder(LLAMA)
+    asked = [replace(each, max_new_tokens=6, request_id=f"number {place}") for place, each in enumerate(requests()[:2])]
+    results = generate(model, asked, eos_token_ids=())
+    seen = {*asked[0].prompt_token_ids, *asked[1].prompt_token_ids, *results[0].token_ids, *results[1].token_ids[:2]}
+    broken = next(token_id for token_id in results[1].token_ids[2:-1] if token_id not in seen)
+    with torch.no_grad():
+        model.embeddings.tokens.weight[broken] = torch.nan
+    for sampling in (SamplingParams(), SamplingParams(temperature=1e-6)):
+        with pytest.raises(ValueError, match="request 'number 1': .*batch row 1 .*not finite"):
+            generate(model, [replace(each, sampling=sampling) for each in asked], eos_token_ids=())
+
+
+def test_generation_in_graphs_ends_at_the_context(graphs_on_a_cpu: PlayedGraphs) -> None:
+    model = tiny_decoder(LLAMA, dtype=torch.float64)
+    tokens = random_tokens(1, 64)[0].tolist()
+    asked = [GenerationRequest(prompt_token_ids=tokens[:length], max_new_tokens=30) for length in (60, 5, 63, 64)]
+    found = generate(model, asked, batch_size=3, eos_token_ids=())
+    assert [len(each.token_ids) for each in found] == [4, 30, 1, 0]
+    assert [each.token_ids for each in found] == [eager_alone(model, each, ()).token_ids for each in asked]
+
+
+class Rows:
+    """Rows of a cache, driven by hand; what is asked for may differ from what a step ahead took for granted."""
+
+    def __init__(self, model: Decoder, ahead: bool) -> None:
+        self.model, self.ahead = model, ahead
+        self.cache = model.new_cache(4, 64)
+        self.graphs = DecodeGraphs(model, self.cache)
+        self.next_ids: list[int] = []
+        self.lengths: list[int] = []
+        self.steps: list[int] = []
+
+    def admit(self, row: int, prompt: list[int]) -> None:
+        chosen = prefill(self.model, [prompt], self.cache.fresh_rows([row])).argmax(-1).item()
+        for column, value in ((self.next_ids, int(chosen)), (self.lengths, len(prompt)), (self.steps, 1)):
+            column[row : row + 1] = [value]
+
+    def move_last_to(self, row: int) -> None:
+        self.cache.move_row(len(self.lengths) - 1, row, self.lengths[-1])
+        for column in (self.next_ids, self.lengths, self.steps):
+            column[row] = column[-1]
+            del column[-1]
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            greedy = [SamplingParams()] * len(self.lengths)
+            found = self.graphs.run(StepInputs(self.next_ids, self.lengths, self.steps, greedy), ahead=self.ahead)
+            assert found is not None
+            self.next_ids = found.token_ids
+            self.lengths, self.steps = [n + 1 for n in self.lengths], [n + 1 for n in self.steps]
+
+    def content(self) -> list[torch.Tensor]:
+        """The tokens to come, and all that is valid in the cache."""
+        kept = [
+            states[:, row, :, :length]
+            for row, length in enumerate(self.lengths)
+            for states in (self.cache.keys, self.cache.values)
+        ]
+        return [torch.tensor(self.next_ids), *kept]
+
+
+@torch.inference_mode()
+def test_a_step_ahead_that_is_discarded_leaves_no_trace(graphs_on_a_cpu: PlayedGraphs) -> None:
+    model = tiny_decoder(OPT, dtype=torch.float64)
+    prompts = random_tokens(6, 62).tolist()
+    pair = Rows(model, ahead=True), Rows(model, ahead=False)
+    for rows in pair:
+        for row, length in enumerate((9, 30, 4)):
+            rows.admit(row, prompts[row][:length])
+        rows.step(3)
+        rows.admit(1, prompts[3][:6])  # shorter than what was there: the step ahead has written behind its end
+        rows.step(2)
+        rows.admit(1, prompts[4][:40])  # and longer: over where it has written
+        rows.admit(3, prompts[5][:3])  # in a row that only padded the size
+        rows.step(3)
+        rows.move_last_to(0)
+        rows.step(2)
+        rows.admit(2, prompts[3][:60])
+        rows.step(4)  # the last of these writes to the last position there is
+        assert max(rows.lengths) == rows.cache.max_seqlen
+    for ours, theirs in zip(pair[0].content(), pair[1].content(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert pair[0].graphs.steps_ahead == {"used": 2 + 1 + 2 + 1 + 3, "discarded": 4}
+    assert pair[1].graphs.steps_ahead == {"used": 0, "discarded": 0}
 
 
 def compare_with_eager(model: Decoder, tolerance: float) -> None:
@@ -90,8 +225,8 @@ def compare_with_eager(model: Decoder, tolerance: float) -> None:
         cache.keys.copy_(keys)
         cache.values.copy_(values)
         tokens = list(range(20, 20 + num_rows))
-        logits, greedy = graphs.run(tokens, LENGTHS[:num_rows])
-        assert logits is not None and greedy is not None
+        found = graphs.run(greedy_step(tokens, LENGTHS[:num_rows]))
+        assert found is not None
         others = slice(num_rows, 5)
         # Rows behind the replayed ones are as they were, but for position 0 of those that pad the size (in generation
         # no request is in these).
@@ -104,14 +239,14 @@ def compare_with_eager(model: Decoder, tolerance: float) -> None:
         view.has_static_shapes = False
         hidden_states = model(torch.tensor(tokens, device=device)[:, None], cache=view, phase="decode")
         eager = model.logits(hidden_states[:, 0])
-        torch.testing.assert_close(logits, eager, rtol=0, atol=tolerance)
-        assert greedy[0].tolist() == logits.argmax(-1).tolist() and bool(greedy[2].all())
-        expected = logits.double().log_softmax(-1).amax(-1)
-        torch.testing.assert_close(greedy[1], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.logits, eager, rtol=0, atol=tolerance)
+        assert found.token_ids == found.logits.argmax(-1).tolist() and all(found.finite)
+        expected = found.logits.double().log_softmax(-1).amax(-1).tolist()
+        assert found.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 @torch.inference_mode()
-def test_graphs_of_several_sizes_replayed_in_mixed_order_equal_eager_steps(graphs_on_a_cpu: None) -> None:
+def test_graphs_of_several_sizes_replayed_in_mixed_order_equal_eager_steps(graphs_on_a_cpu: PlayedGraphs) -> None:
     compare_with_eager(tiny_decoder(LLAMA, dtype=torch.float64), 1e-9)
 
 
@@ -128,8 +263,9 @@ def test_generation_in_captured_graphs_equals_the_cpu() -> None:
     on_cpu = random_model(config, std=0.2)
     on_gpu = random_model(config, std=0.2, device="cuda")
     on_gpu.load_state_dict(on_cpu.state_dict())
-    for warm_up in (False, True):
-        found = generate(on_gpu, requests(), batch_size=3, eos_token_ids=(), warm_up=warm_up)
-        for ours, theirs in zip(found, generate(on_cpu, requests(), eos_token_ids=()), strict=True):
+    mixed = [replace(each, sampling=sampling) for each, sampling in zip(requests(), SAMPLING, strict=True)]
+    for asked, warm_up in ((requests(), False), (requests(), True), (mixed, False), (mixed, True)):
+        found = generate(on_gpu, asked, batch_size=3, eos_token_ids=(), warm_up=warm_up)
+        for ours, theirs in zip(found, generate(on_cpu, asked, eos_token_ids=()), strict=True):
             assert ours.token_ids == theirs.token_ids
             torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-3)

@@ -7,7 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modules.sampling import NonFiniteLogitsError, SamplingParams, greedy, kept_tokens, mix_seed, sample, uniform
+from modules.sampling import (
+    NonFiniteLogitsError,
+    SamplingParams,
+    greedy,
+    kept_tokens,
+    mix_seed,
+    sample,
+    sample_on_device,
+    stream_of,
+    stream_uniforms,
+    uniform,
+)
 
 VOCAB = 11
 LOGITS = torch.log(torch.tensor([0.02, 0.3, 0.05, 0.2, 0.01, 0.15, 0.07, 0.1, 0.04, 0.05, 0.01]))
@@ -113,6 +124,53 @@ def test_uniform_numbers_are_uniform_and_differ_by_seed_and_step() -> None:
     by_seed = numbers.view(50, 100)
     assert abs(torch.corrcoef(by_seed).fill_diagonal_(0)).max() < 0.5
     assert uniform(7, 3) == uniform(7, 3) and mix_seed(-1, 0) != mix_seed(1, 0)
+
+
+def test_uniform_numbers_of_a_device_are_those_of_the_host() -> None:
+    seeds = [0, 1, 7, -1, 2**62, 2**63 + 9, 2**64 - 1, 2**70 + 3]
+    steps = [0, 1, 2, 63, 4095, 10**6, 5, 5]
+    streams = torch.tensor([stream_of(seed) for seed in seeds])
+    for shift in range(50):
+        found = stream_uniforms(streams, torch.tensor(steps) + shift)
+        assert found.tolist() == [uniform(seed, step + shift) for seed, step in zip(seeds, steps, strict=True)]
+
+
+def drawn_on_device(logits: torch.Tensor, params: list[SamplingParams], steps: list[int]) -> list[int]:
+    streams = torch.tensor([stream_of(row.seed) for row in params])
+    return sample_on_device(
+        logits,
+        torch.tensor([row.temperature for row in params], dtype=torch.float64),
+        torch.tensor([row.top_k for row in params]),
+        torch.tensor([row.top_p for row in params], dtype=torch.float64),
+        stream_uniforms(streams, torch.tensor(steps)),
+    ).tolist()
+
+
+OPTIONS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    for seed, temperature in enumerate([0.0, 1e-300, 1e-6, 0.7, 1.0, 30.0])
+    for top_k in (-1, 1, 2, 7, 10_000)
+    for top_p in (1e-9, 0.3, 0.5, 0.95, 1 - 1e-9, 1.0)
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [1, 11, 300])
+def test_the_draw_of_a_device_is_that_of_the_host(dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    random = torch.randn(len(OPTIONS), vocab_size, generator=generator, dtype=torch.float64) * 4
+    tied = random.round()  # few values, so that borders fall among equals
+    banned = random.masked_fill(torch.rand(random.shape, generator=generator) < 0.5, -math.inf)
+    banned[:, -1] = 0.5
+    for kind in (random, tied, banned, torch.zeros_like(random)):
+        logits, steps = kind.to(dtype), list(range(len(OPTIONS)))
+        assert drawn_on_device(logits, OPTIONS, steps) == sample(logits, OPTIONS, steps).tolist()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_broken_logits_give_a_device_some_id_of_the_vocabulary(bad: float) -> None:
+    logits = torch.full((len(OPTIONS), VOCAB), bad)
+    assert all(0 <= token_id < VOCAB for token_id in drawn_on_device(logits, OPTIONS, [3] * len(OPTIONS)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

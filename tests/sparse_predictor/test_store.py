@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import sparse_predictor.store
 from modules.decoder import Decoder
 from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
-from sparse_predictor.store import load_predictors
+from sparse_predictor.store import load_predictors, weights_sample
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
@@ -204,3 +205,12 @@ def test_a_copy_of_another_layers_file_is_refused(predictors: Path, model: Decod
     shutil.copy(predictors / "layer_0_mlp.safetensors", predictors / "layer_1_mlp.safetensors")
     with pytest.raises(ValueError, match="written for layer 0 mlp, not for layer 1 mlp"):
         load_predictors(predictors, model)
+
+
+def test_the_sample_of_weights_stays_within_a_matrix_that_float32_cannot_number() -> None:
+    hidden_size, neurons = 4096, 16384  # its last entry is number 2**26 - 1
+    weight = torch.ones(1, 1).expand(neurons, hidden_size)
+    mlp = SimpleNamespace(units=None, down_proj=SimpleNamespace(weight=weight))
+    config = SimpleNamespace(hidden_size=hidden_size, intermediate_size=neurons, num_hidden_layers=1)
+    model: Any = SimpleNamespace(config=config, has_block=lambda *place: True, mlp=lambda layer_idx: mlp)
+    assert weights_sample(model) == [1.0] * 4

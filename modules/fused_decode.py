@@ -1,0 +1,225 @@
+"""One decode step in fused kernels: what they share, and the choices that are made before the block they are for.
+
+A step of one row is bound by the bytes of the weights that it reads, so every half-block is a few kernels that stream
+weights and nothing else: the residual junction is a part of the kernel that follows it (`DeferredNorm`), sums go into
+memory that one fill has zeroed for the whole step, positions are rotated and cached where keys are computed. Attention
+of several rows together stays with the library (`Attention.forward`); their MLPs take the kernels where units are
+skipped.
+
+`can_fuse` says which models decode like that, with `begin_step` and `run_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from modules.forward_pass import ForwardPass
+from modules.kernels.arguments import MAX_QUERIES_PER_GROUP
+from modules.kernels.deferred_norm import DeferredNorm, triton
+from modules.kernels.norm_linear import norm_linear
+from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
+from modules.kv_cache import KVCache
+from modules.normalization import add_norm, deferred_add_norm
+from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, Selector
+
+if TYPE_CHECKING:
+    from modules.decoder import Decoder
+
+DTYPES = (torch.bfloat16, torch.float16)
+Choice = ActiveList | ActiveSet | None  # None: dense
+
+
+@runtime_checkable
+class StepSelector(Selector, Protocol):
+    """A selector with kernels of its own for a decode step."""
+
+    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
+        """Choose from `source` [rows, D], the normed input of the block `lookahead` layers back.
+
+        `counters` int32 [1 + rows], zeros, may become the `length` and `num_active` of an ActiveList.
+        """
+        ...
+
+
+@runtime_checkable
+class RidingSelector(StepSelector, Protocol):
+    """A step selector whose choice, where it looks ahead, rides with the kernels of blocks before (see riders)."""
+
+    @property
+    def scoring_rows(self) -> Tensor:
+        """[R, D]: the choice begins with their products with the source."""
+        ...
+
+    def rides(self, block: Block) -> bool:
+        """Whether it does: other choices need kernels of their own."""
+        ...
+
+    def request(self, inner: Tensor, block: Block, counters: Tensor) -> UnitRequest | GroupRequest:
+        """The rest of the choice, from these products [R]."""
+        ...
+
+    def answer(self, request: UnitRequest | GroupRequest) -> Choice:
+        """What will have been chosen, once the request is served."""
+        ...
+
+
+def innermost(selector: Selector | None) -> object:
+    """A selector without the gate around it."""
+    inner: object = selector
+    while hasattr(inner, "inner"):
+        inner = inner.inner
+    return inner
+
+
+def has_kernels(selector: Selector | None) -> bool:
+    """Whether a selector has kernels of its own; None, which chooses nothing, needs none."""
+    inner = innermost(selector)
+    return inner is None or isinstance(inner, StepSelector)
+
+
+def choose(selector: Selector, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
+    """What a selector chooses in a step, whether or not it has kernels of its own."""
+    if isinstance(selector, StepSelector):
+        return selector.select_in_step(source, context, counters)
+    return selector.select(source.normed()[:, None], context)
+
+
+def can_fuse(model: Decoder) -> bool:
+    """Whether decode steps run in fused kernels: pre-norm models of half precision, whole on one GPU."""
+    whole = model.links is None and not model.shards and model.add_norm is add_norm
+    on_gpu = triton is not None and model.device.type == "cuda" and model.dtype in DTYPES
+    fits = model.config.pre_norm and model.config.queries_per_group <= MAX_QUERIES_PER_GROUP
+    return whole and on_gpu and fits
+
+
+def begin_step(model: Decoder, token_ids: Tensor, cache: KVCache) -> ForwardPass:
+    """What the step of token_ids [B, 1] carries, over a cache of static shape; as `Decoder.begin`."""
+    rotary = None if model.rotary is None else model.rotary.table(cache.max_seqlen, model.device)
+    fused = FusedDecode(model, len(token_ids), rotary)
+    if not fused.fuses_attention:  # then attention takes a mask, and rotates by itself
+        forward_pass = model.begin(token_ids, cache=cache, phase="decode")
+        forward_pass.fused = fused
+        return forward_pass
+    end = cache.reserve(1)
+    model.check_context(end)
+    return ForwardPass(
+        phase="decode",
+        positions=cache.cache_seqlens[:, None],
+        valid=None,
+        attention_mask=None,
+        cos_sin=None,
+        cache=cache,
+        cache_end=end,
+        stats=model.stats,
+        max_lookahead=model.max_lookahead,
+        fused=fused,
+    )
+
+
+def run_step(model: Decoder, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor:
+    """token_ids [B, 1] -> logits [B, V]: the embeddings, all half-blocks and the head. Those of a single row are
+    float32, from a kernel with the final norm in it."""
+    embedded = model.embeddings(token_ids, forward_pass.positions)
+    hidden_states, residual = deferred_add_norm(embedded, None, model.first_norm, None, dtype=model.dtype)
+    for idx in model.span:
+        half_block = model.half_block(idx // 2, BLOCKS[idx % 2])
+        residual = half_block.residual_in(residual)
+        partial = half_block.block(hidden_states, forward_pass)
+        hidden_states, residual = deferred_add_norm(
+            partial, residual, half_block.norm, half_block.bias, dtype=model.dtype
+        )
+    if model.project_out is None and len(hidden_states.partial) == 1:
+        return norm_linear(hidden_states, model.lm_head.weight, None, out_dtype=torch.float32)
+    return model.logits(hidden_states.normed())
+
+
+class FusedDecode:
+    """What the half-blocks of one step of `num_rows` rows share."""
+
+    def __init__(self, model: Decoder, num_rows: int, rotary: Tensor | None) -> None:
+        self.model, self.num_rows, self.rotary = model, num_rows, rotary
+        num_blocks, hidden_size = len(model.half_blocks), model.config.hidden_size
+        num_sums, num_counters = num_blocks * num_rows * hidden_size, num_blocks * (1 + num_rows)
+        zeros = torch.zeros(num_sums + num_counters, device=model.device)  # one fill a step
+        self._sums = zeros[:num_sums].view(num_blocks, num_rows, hidden_size)
+        self._counters = zeros[num_sums:].view(torch.int32).view(num_blocks, 1 + num_rows)
+        self._sources: dict[tuple[Block, int], DeferredNorm] = {}  # inputs that later layers look back at
+        self._inner: dict[tuple[Block, int], Tensor] = {}  # of choices that have begun
+        self._chosen: dict[tuple[Block, int], Choice] = {}
+        self._thinned: Tensor | None = None
+        # All layers' attention or none: where they look ahead, they read each other's inputs.
+        selectors = [model.attention(layer_idx).selector for layer_idx in model.layers]
+        self.fuses_attention = num_rows == 1 and all(map(has_kernels, selectors))
+
+    def sums(self, block: Block, layer_idx: int) -> Tensor:
+        """Zeros [rows, D] float32 for the partial sums of one half-block."""
+        return self._sums[_place(block, layer_idx)]
+
+    def thinned_sums(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Zeros for a layer that drops small inputs: float32 [M, F] for the gate's and the up projection's sums (M 1
+        without a gate), int32 [2] for the entries kept of its two inputs. One fill a step."""
+        config = self.model.config
+        num_matrices, width = 1 + config.gated_mlp, config.intermediate_size
+        if self._thinned is None:
+            size = num_matrices * width + 4  # 16 bytes, so that the next layer's are aligned
+            self._thinned = torch.zeros(config.num_hidden_layers, -(-size // 4) * 4, device=self.model.device)
+        zeros = self._thinned[layer_idx]
+        counters = zeros[num_matrices * width :].view(torch.int32)
+        return zeros[: num_matrices * width].view(num_matrices, width), counters[:2]
+
+    def select(
+        self,
+        block: Block,
+        layer_idx: int,
+        states: DeferredNorm,
+        forward_pass: ForwardPass,
+        dense_output: Callable[[], Tensor],
+    ) -> tuple[Choice, SelectionContext]:
+        """What a block computes, whose input is `states`: chosen now, or already."""
+        context = forward_pass.step_context(block, layer_idx, dense_output)
+        selector = self._selector(block, layer_idx)
+        if self.model.max_lookahead:
+            self._sources[block, layer_idx] = states.unwritten()
+        if selector is None:
+            return None, context
+        if (block, layer_idx) in self._chosen:
+            return self._chosen[block, layer_idx], context
+        source = self._sources[block, layer_idx - selector.lookahead] if selector.lookahead else states.unwritten()
+        return choose(selector, source, context, self._counters[_place(block, layer_idx)]), context
+
+    def rider(self, block: Block, layer_idx: int, dtype: torch.dtype) -> Rider | None:
+        """What a kernel that holds a block's input is to compute besides, for a layer that looks back at it."""
+        for target in range(layer_idx + 1, min(layer_idx + self.model.max_lookahead, self.model.layers.stop - 1) + 1):
+            selector = self._selector(block, target)
+            learned = innermost(selector)
+            if self.num_rows > 1 or selector is None or selector.lookahead != target - layer_idx:
+                continue
+            if isinstance(learned, RidingSelector) and learned.rides(block):
+                rows = learned.scoring_rows
+                self._inner[block, target] = torch.empty(len(rows), dtype=dtype, device=rows.device)
+                return Rider(rows, self._inner[block, target])
+        return None
+
+    def requests(self) -> Requests:
+        """The choices that have begun, for attention to make: from now on they count as made."""
+        requests = Requests()
+        for (block, target), inner in list(self._inner.items()):
+            learned = innermost(self._selector(block, target))
+            assert isinstance(learned, RidingSelector)
+            request = learned.request(inner, block, self._counters[_place(block, target)])
+            if not requests.add(request):
+                continue
+            self._chosen[block, target] = learned.answer(request)
+            del self._inner[block, target]
+        return requests
+
+    def _selector(self, block: Block, layer_idx: int) -> Selector | None:
+        return self.model.half_block(layer_idx, block).block.selector
+
+
+def _place(block: Block, layer_idx: int) -> int:
+    return 2 * layer_idx + (block == "mlp")

@@ -1,0 +1,77 @@
+"""A decode step whose MLPs drop small inputs (TEAL): what kernels do of it, and what is noted for the statistics.
+
+The Python code of a captured step runs once, so nothing that it adds up is a count: each `ThinnedInput` leaves the
+number of entries that it kept on the device, and `StepCounts` takes that along in the step's message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.thinned_rows import Activations, thinned_rows
+from modules.projections import ThinnedInput
+
+if TYPE_CHECKING:
+    from modules.decoder import Decoder
+    from modules.fused_decode import FusedDecode
+    from modules.mlp import Mlp
+
+
+@contextmanager
+def thinned_in_step(model: Decoder) -> Iterator[list[tuple[ThinnedInput, int]]]:
+    """While it lasts, a decode step is run without `Decoder.forward`: inputs are thinned out, every token is real, and
+    numbers of entries kept are left at `kept_in_step` instead of being counted. Yields what is thinned out
+    (`Mlp.thinned_parts`)."""
+    parts = [part for layer_idx in model.layers for part in model.mlp(layer_idx).thinned_parts()]
+    for part, _ in parts:
+        part.enabled, part.in_step, part.valid = True, True, None
+    try:
+        yield parts
+    finally:
+        for part, _ in parts:
+            part.in_step, part.kept_in_step = False, None
+
+
+def lay_out_for_kernels(mlp: Mlp) -> int:
+    """Copy gate and up of an MLP whose inputs are thinned out, input-major, for `thinned_mlp`: the bytes this takes."""
+    parts = [part for part, _ in mlp.thinned_parts()]
+    assert len({part.threshold for part in parts[:-1]}) == 1, "gate and up drop the same entries of one input"
+    # The down projection is input-major as it is.
+    weights = torch.stack([part.weight.detach().t() for part in parts[:-1]])
+    parts[-2].input_major = weights
+    parts[-1].input_major = parts[-1].weight.detach()[None]
+    return weights.numel() * weights.itemsize
+
+
+def can_thin(mlp: Mlp, states: DeferredNorm) -> bool:
+    """Whether `thinned_mlp` computes this: one row, in a step, laid out for it."""
+    down = mlp.down_proj
+    return isinstance(down, ThinnedInput) and down.in_step and down.input_major is not None and len(states.partial) == 1
+
+
+def thinned_mlp(mlp: Mlp, states: DeferredNorm, fused: FusedDecode) -> Tensor:
+    """[1, D] still to be normed -> [1, 1, D] float32, in two kernels: gate and up, then down."""
+    parts = [part for part, _ in mlp.thinned_parts()]
+    up, down = parts[-2:]
+    assert up.input_major is not None and down.input_major is not None
+    sums, counters = fused.thinned_sums(mlp.layer_idx)
+    thinned_rows(states, up.input_major, threshold=up.threshold, counter=counters[:1], output=sums)
+    activations = Activations(
+        gate=None if len(parts) == 2 else sums[0],
+        up=sums[-1],
+        gate_bias=None if len(parts) == 2 else parts[0].bias,
+        up_bias=up.bias,
+        activation=mlp.activation,
+        dtype=states.dtype,
+    )
+    output = fused.sums("mlp", mlp.layer_idx)
+    thinned_rows(activations, down.input_major, threshold=down.threshold, counter=counters[1:], output=output)
+    for part in parts:
+        part.kept_in_step = counters[1:] if part is down else counters[:1]
+    return output[:, None]
