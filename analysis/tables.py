@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from analysis import decode_table
 from analysis.comparison import QUALITY_NAMES, Comparison, compare, group_by_task, latest_records
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
 from analysis.results import Record
@@ -156,12 +157,31 @@ def environment_lines(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def snippet_of(record: Record) -> str:
+    """Which table a record goes to."""
+    if record["name"] in QUALITY_NAMES:
+        return "main"
+    return decode_table.NAME if decode_table.is_one_gpu_decode(record) else record["name"]
+
+
+def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of each table, `main` first."""
+    found: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: snippet_of(record) != "main"):
+        found.setdefault(snippet_of(record), []).append(record)
+    return found
+
+
 def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Tables by snippet name: `main` (all quality tables), and one for every other name of record."""
-    tables = {"main": main_tables(records)} if any(record["name"] in QUALITY_NAMES for record in records) else {}
-    for name in dict.fromkeys(record["name"] for record in records):
-        if name not in QUALITY_NAMES:
-            tables[name] = [record_table(records, name)]
+    """Tables by snippet name: `main` (all quality tables), `one_gpu_decode`, and one for every other name of record."""
+    tables = {}
+    for snippet, chosen in records_by_snippet(records).items():
+        if snippet == "main":  # with the speeds of the same settings
+            tables[snippet] = main_tables(records)
+        elif snippet == decode_table.NAME:
+            tables[snippet] = [decode_table.decode_table(chosen)]
+        else:
+            tables[snippet] = [record_table(chosen, snippet)]
     return tables
 
 
@@ -203,11 +223,10 @@ def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> li
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
-    snippets = {}
+    snippets, chosen = {}, records_by_snippet(records)
     for name, tables in all_tables(records).items():
         # Of a table's own records: another table's machine is none of its business.
-        names = QUALITY_NAMES if name == "main" else (name,)
-        lines = environment_lines([record for record in records if record["name"] in names])
+        lines = environment_lines(chosen[name])
         measured = f"Measured on {'; '.join(lines)}."
         snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
     text, replaced = replace_snippets(path.read_text(encoding="utf-8"), snippets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,13 +21,13 @@ from pipeline_parallel.engine import generate_on_mesh, parallelise
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
-from scripts.benchmark.shapes import HF_CONFIGS, Shape
-from scripts.benchmark.timing import measure_read_ceiling
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape
+from scripts.benchmark.timing import measure_matmul_ceiling, measure_read_ceiling
 from scripts.model_loading import resolve_device
 
 NUM_CHECKED = 4  # prompts whose log-probabilities are compared before anything is timed
 # Hugging Face rounds its logits to bfloat16: between 16 and 32 these are 0.125 apart.
-LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+LOGPROB_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Options:
 
     output: Path
     """JSON lines; records are appended."""
-    shape: Shape = "Llama-3.1-8B"
-    """Whose shape the random model has."""
+    shape: str = "Llama-3.1-8B"
+    """Whose shape the random model has: Llama-3.2-3B, Llama-3.1-8B, OPT-6.7B, SmolLM2 or tiny."""
     batch_size: tuple[int, ...] = (1,)
     """Sequences run together; each is a measurement."""
     prompt_tokens: int = 512
@@ -61,10 +61,11 @@ class Options:
 
 
 Speed = Callable[[GenerationTimings], float]
+Requests = Sequence[GenerationRequest]
 
 
 def requests(options: Options, config: ModelConfig, count: int) -> list[GenerationRequest]:
-    """`count` prompts of random tokens."""
+    """`count` prompts of random tokens; of more prompts these are the first."""
     generator = torch.Generator().manual_seed(options.seed)
     ids = torch.randint(3, config.vocab_size, (count, options.prompt_tokens), generator=generator).tolist()
     return [GenerationRequest(prompt_token_ids=row, max_new_tokens=options.new_tokens) for row in ids]
@@ -78,15 +79,20 @@ def echoed(model: Decoder, mesh: ParallelMesh, prompts: Sequence[Sequence[int]])
     return [[float(value or 0.0) for value in (heard[idx].prompt_logprobs or [])[1:]] for idx in sorted(heard)]
 
 
-def measure(model: Decoder, mesh: ParallelMesh, options: Options, speed: Speed) -> dict[int, float]:
-    """tokens/s by batch size on the mesh (a collective call). Before a batch size is timed, what it decodes must have
-    the log-probabilities that a prefill of the same text gives."""
+def measure(
+    model: Decoder,
+    mesh: ParallelMesh,
+    batches: Mapping[int, Requests],
+    speed: Speed,
+    repetitions: int,
+    check: Callable[[Decoder, ParallelMesh, Requests, dict[int, GenerationResult]], object] | None = None,
+) -> dict[int, float]:
+    """tokens/s by batch size on the mesh (a collective call). Before a batch is timed, `check` looks at what it
+    decodes; by default that must have the log-probabilities that a prefill of the same text gives."""
     speeds = {}
-    for batch_size in options.batch_size:
-        # Data parallel: each replica has a batch of its own.
-        batch = requests(options, model.config, batch_size * mesh.dp_size)
+    for batch_size, batch in batches.items():
         found = []
-        for repetition in range(options.repetitions + 1):
+        for repetition in range(repetitions + 1):
             heard: dict[int, GenerationResult] = {}
             timings = GenerationTimings()
             generate_on_mesh(
@@ -101,15 +107,13 @@ def measure(model: Decoder, mesh: ParallelMesh, options: Options, speed: Speed) 
             )
             found.append(speed(timings))
             if repetition == 0:
-                check_decoding(model, mesh, batch, heard)
+                (check or check_decoding)(model, mesh, batch, heard)
         speeds[batch_size] = median(found[1:])
         release()
     return speeds
 
 
-def check_decoding(
-    model: Decoder, mesh: ParallelMesh, batch: Sequence[GenerationRequest], heard: dict[int, GenerationResult]
-) -> None:
+def check_decoding(model: Decoder, mesh: ParallelMesh, batch: Requests, heard: dict[int, GenerationResult]) -> None:
     """ValueError if generated tokens have other log-probabilities than in a prefill (a collective call)."""
     checked = range(min(NUM_CHECKED, len(batch)))
     texts = mesh.from_rank_0(lambda: [[*batch[idx].prompt_token_ids, *heard[idx].token_ids] for idx in checked])
@@ -133,9 +137,24 @@ def check_close(ours: Sequence[float], theirs: Sequence[float], dtype: torch.dty
 
 
 def bytes_of_weights(model: Decoder) -> int:
-    """Bytes of all weights but the embedding table, of which a step reads a few rows (unless it is the head, too)."""
-    table = 0 if model.config.tie_word_embeddings else model.embeddings.tokens.weight.numel()
-    return (sum(parameter.numel() for parameter in model.parameters()) - table) * model.dtype.itemsize
+    """Bytes of all weights but the embedding tables, of which a step reads a few rows (unless one is the head, too)."""
+    embeddings, whole = model.embeddings, sum(parameter.numel() for parameter in model.parameters())
+    if not model.config.tie_word_embeddings:
+        whole -= embeddings.tokens.weight.numel()
+    if embeddings.positions is not None:
+        whole -= embeddings.positions.weight.numel()
+    return whole * model.dtype.itemsize
+
+
+def prefill_flops(config: ModelConfig, prompt_tokens: int) -> float:
+    """Of the matrix products that one prompt needs: every layer for every token (causal attention: half of the
+    square), the head for the last."""
+    query_size = config.num_attention_heads * config.head_dim
+    key_size = config.num_key_value_heads * config.head_dim
+    weights = 2 * config.hidden_size * (query_size + key_size) + config.mlp_num_parameters
+    attended = 2 * query_size * (prompt_tokens + 1) / 2  # scores and weighted values, mean over tokens
+    per_token = 2 * config.num_hidden_layers * (weights + attended)
+    return prompt_tokens * per_token + 2 * config.vocab_size * config.word_embed_proj_dim
 
 
 def run(options: Options, name: str, speed: Speed) -> list[Record]:
@@ -143,30 +162,32 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
     device = current_launch().device or resolve_device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
-    config = ModelConfig.from_hf(HF_CONFIGS[options.shape])
+    shape = find_shape(options.shape)
+    config = ModelConfig.from_hf(HF_CONFIGS[shape])
     prompts = [request.prompt_token_ids for request in requests(options, config, NUM_CHECKED)]
     baselines: dict[str, dict[int, float]] = {}
     expected: list[list[float]] = []
-    ceiling, num_bytes = 0.0, 0
+    ceiling, peak, num_bytes = 0.0, 0.0, 0
+    sizes = options.batch_size
     if mesh.rank == 0:
         model = random_model(config, seed=options.seed, dtype=dtype, device=device)
         num_bytes = bytes_of_weights(model)
         single = ParallelMesh.single(device)
         expected = echoed(model, single, prompts)
-        baselines["one rank"] = measure(model, single, options, speed)
+        baselines["one rank"] = measure(
+            model, single, {size: requests(options, config, size) for size in sizes}, speed, options.repetitions
+        )
         if options.hugging_face:
-            theirs = hugging_face_model(model, options.shape)
+            theirs = hugging_face_model(model, HF_CONFIGS[shape])
             for here, there in zip(expected, echoed_by_hugging_face(theirs, prompts), strict=True):
                 check_close(here, there, dtype, "ours and Hugging Face")
-            batches = {
-                batch_size: [request.prompt_token_ids for request in requests(options, config, batch_size)]
-                for batch_size in options.batch_size
-            }
+            batches = {size: [row.prompt_token_ids for row in requests(options, config, size)] for size in sizes}
             baselines["Hugging Face, one rank"] = measure_hugging_face(
                 theirs, batches, new_tokens=options.new_tokens, repetitions=options.repetitions, decode=name == "decode"
             )
             del theirs
         ceiling = measure_read_ceiling(device)
+        peak = measure_matmul_ceiling(device, dtype) if name == "prefill" else 0.0
         del model
         release()
     mesh.gather(None)  # the others wait until rank 0 has the device to itself no longer
@@ -178,11 +199,13 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
         )
         for here, there in zip(echoed(model, mesh, prompts), expected, strict=False):  # on rank 0
             check_close(here, there, dtype, "this mesh and one rank")
-        found = measure(model, mesh, options, speed)
+        # Data parallel: each replica has a batch of its own.
+        many = {size: requests(options, config, size * mesh.dp_size) for size in sizes}
+        found = measure(model, mesh, many, speed, options.repetitions)
     records = []
     if mesh.rank == 0:
-        labels = {
-            "shape": options.shape,
+        labels: dict[str, Any] = {
+            "shape": shape,
             "method": "dense",
             "weights": "random",
             "dtype": str(dtype).removeprefix("torch."),
@@ -203,6 +226,13 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
                     "bytes_per_step": num_bytes,
                     "achieved_gb_per_s_each": achieved,
                     "ceiling_gb_per_s_each": ceiling,
+                }
+            else:
+                flops = prefill_flops(config, options.prompt_tokens) / options.prompt_tokens * value / 1e12
+                extras = {
+                    "tflops_each": flops / mesh.world_size,
+                    "ceiling_tflops_each": peak,
+                    "share_of_ceiling": flops / mesh.world_size / peak,
                 }
             for what, baseline in baselines.items() or [("", found)]:
                 compared = {"name": what, "value": baseline[batch_size]} if what else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from loguru import logger
@@ -21,7 +22,7 @@ from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.engine import Options as EngineOptions
 from scripts.benchmark.engine import requests
-from scripts.benchmark.shapes import HF_CONFIGS
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape
 from scripts.command_line import run_stage
 from scripts.model_loading import resolve_device
 
@@ -42,7 +43,8 @@ def main(options: Options) -> list[Record]:
     device = current_launch().device or resolve_device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
-    config = ModelConfig.from_hf(HF_CONFIGS[options.shape])
+    shape = find_shape(options.shape)
+    config = ModelConfig.from_hf(HF_CONFIGS[shape])
     model = random_model(
         config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
     )
@@ -61,8 +63,8 @@ def main(options: Options) -> list[Record]:
         if mesh.rank > 0:
             continue
         first, *later = [duration_ms(heard[idx]) for idx in sorted(heard)]
-        labels = {
-            "shape": options.shape,
+        labels: dict[str, Any] = {
+            "shape": shape,
             "tp_size": mesh.tp_size,
             "pp_size": mesh.pp_size,
             "prompt_tokens": options.prompt_tokens,

@@ -1,8 +1,6 @@
 """Published model shapes, for benchmarks on random weights: no download, and speed does not depend on the values."""
 
-from typing import Any, Literal
-
-Shape = Literal["Llama-3.2-3B", "Llama-3.1-8B", "OPT-6.7B", "tiny"]
+from typing import Any
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -55,6 +53,21 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "pad_token_id": 1,
     },
+    "SmolLM2": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     # Runs on any CPU, to try a benchmark out.
     "tiny": LLAMA3
     | {
@@ -71,3 +84,11 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
+
+
+def find_shape(name: str) -> str:
+    """The shape of this name, however it is capitalised; ValueError lists those there are."""
+    found = [shape for shape in HF_CONFIGS if shape.lower() == name.lower()]
+    if not found:
+        raise ValueError(f"--shape {name!r}: give one of {', '.join(HF_CONFIGS)}")
+    return found[0]

@@ -159,6 +159,16 @@ def measure_copy_ceiling(device: torch.device | str, *, num_bytes: int | None = 
     return timing.achieved_gb_per_s(2 * 4 * source.numel())
 
 
+def measure_matmul_ceiling(device: torch.device | str, dtype: torch.dtype, *, size: int | None = None) -> float:
+    """TFLOP/s at which this device multiplies two large square matrices."""
+    device = torch.device(device)
+    size = size or (8192 if device.type == "cuda" else 512)
+    # Random values: a GPU that multiplies zeros or ones draws less power and runs faster than any model does.
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    timing = time_function(torch.mm, [(left, right)], device=device, num_samples=_num_samples(device))
+    return 2 * size**3 / timing.median_ms / 1e9
+
+
 def _large(device: torch.device) -> int:
     """Bytes that no cache of the device holds."""
     return 1024 * MIB if device.type == "cuda" else 256 * MIB

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import scripts.benchmark.decode
 import scripts.benchmark.first_request
 import scripts.benchmark.prefill
 from analysis.results import read_records
@@ -16,8 +15,8 @@ from modules.config import ModelConfig
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark.engine import Options, check_close, check_decoding, echoed
-from scripts.benchmark.shapes import HF_CONFIGS
+from scripts.benchmark.engine import Options, check_close, check_decoding, echoed, prefill_flops, run
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape
 
 TINY = {"shape": "tiny", "prompt_tokens": 16, "repetitions": 1, "device": "cpu", "quiet": True}
 
@@ -25,7 +24,7 @@ TINY = {"shape": "tiny", "prompt_tokens": 16, "repetitions": 1, "device": "cpu",
 def test_decode_and_prefill_are_recorded_beside_hugging_face_with_the_same_weights(tmp_path: Path) -> None:
     output = tmp_path / "speed.jsonl"
     options = Options(output=output, batch_size=(1, 3), new_tokens=4, hugging_face=True, **TINY)  # type: ignore[arg-type]
-    scripts.benchmark.decode.main(options)
+    run(options, "decode", lambda timings: timings.decode_tokens_per_s)
     prefill = scripts.benchmark.prefill.Options(output=output, hugging_face=True, **TINY)  # type: ignore[arg-type]
     scripts.benchmark.prefill.main(replace(prefill, batch_size=(2,)))
     records = read_records(output)
@@ -39,6 +38,7 @@ def test_decode_and_prefill_are_recorded_beside_hugging_face_with_the_same_weigh
         assert record["labels"]["weights"] == "random"
     assert records[0]["bytes_per_step"] > 0 and 0 < records[0]["share_of_ceiling"] < 1
     assert set(all_tables(records)) == {"decode", "prefill"}
+    assert 0 < records[2]["tflops_each"] == records[2]["share_of_ceiling"] * records[2]["ceiling_tflops_each"]
 
 
 def test_what_the_first_request_pays_is_recorded(tmp_path: Path) -> None:
@@ -77,3 +77,24 @@ def test_decoding_that_does_not_agree_with_prefill_is_not_timed() -> None:
     spoiled = {0: replace(heard[0], logprobs=[value + 0.1 for value in heard[0].logprobs])}
     with pytest.raises(ValueError, match="decoding and prefill"):
         check_decoding(model, mesh, batch, spoiled)
+
+
+def test_the_operations_of_a_prefill_are_two_a_weight_and_the_causal_half_of_attention() -> None:
+    config = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+    model = random_model(config)
+    body = sum(parameter.numel() for name, parameter in model.named_parameters() if name.endswith("proj.weight"))
+    head, queries, tokens = config.vocab_size * config.hidden_size, 8 * 16, 10
+    pairs = tokens * (tokens + 1) // 2  # of a query and a key that it sees
+    expected = 2 * body * tokens + 4 * config.num_hidden_layers * queries * pairs + 2 * head
+    assert prefill_flops(config, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", HF_CONFIGS)
+def test_every_shape_is_found_in_lower_case_and_is_one_that_we_run(shape: str) -> None:
+    assert find_shape(shape.lower()) == shape
+    assert ModelConfig.from_hf(HF_CONFIGS[shape]).num_hidden_layers > 0
+
+
+def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="--shape 'GPT-5': give one of Llama-3.2-3B"):
+        find_shape("GPT-5")

@@ -1,0 +1,297 @@
+"""Decoding in one process: dense or sparse, beside our own dense model and Hugging Face, all timed in one call.
+
+Before anything is timed, `DecodingCheck` has looked at it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from loguru import logger
+
+from analysis.results import Record, append_record, make_record
+from modules.config import ModelConfig
+from modules.decode_graphs import can_capture
+from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
+from pipeline_parallel.engine import generate_on_mesh
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.benchmark.decoding_check import REPORTED, SHALLOW, SHALLOW_LAYERS, DecodingCheck, Limits
+from scripts.benchmark.engine import NUM_CHECKED, bytes_of_weights, echoed, measure, release
+from scripts.benchmark.forced_decoding import forced_likelihood
+from scripts.benchmark.hugging_face import (
+    echoed_by_hugging_face,
+    hugging_face_model,
+    measure_compiled,
+    measure_hugging_face,
+)
+from scripts.benchmark.random_predictors import Sizes, attach_random
+from scripts.benchmark.step_bytes import StepBytes, step_bytes
+from scripts.benchmark.subject import Subject, SubjectOptions, load_subject
+from scripts.benchmark.timing import measure_read_ceiling
+from scripts.model_loading import resolve_device
+from scripts.train import parse_rank
+from sparse_predictor.predictor import auto_rank, auto_standin_rank
+from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
+from sparse_predictor.store import read_manifest
+
+OUR_DENSE = "our dense"
+HF_NAMES = {"hf-compiled": "Hugging Face compiled", "hf-eager": "Hugging Face eager"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SubjectOptions):
+    """Speed of decoding, dense or sparse, beside our dense model and Hugging Face in the same call."""
+
+    method: Literal["dense", "predictor", "cats", "teal", "static", "random"] = "dense"
+    """Who chooses the active units."""
+    mlp_density: float = 0.5
+    """Share of MLP neurons kept, in (0, 1]."""
+    head_density: float = 1.0
+    """Share of key-value groups of heads kept, in (0, 1]."""
+    predictors: Path | None = None
+    """Of a trained model: directory written by scripts.train. Random weights get random predictors."""
+    lookahead: Literal[0, 1] = 0
+    """Of random predictors: how many layers back they look."""
+    predictor_rank: str = "auto"
+    """Of random predictors: inner width; auto: what training would take."""
+    standin_rank: str = "auto"
+    """Of random predictors: inner width of the stand-in, 0 for none; auto: what training would take."""
+    baseline: Literal["hf-compiled", "hf-eager", "none"] = "none"
+    """Hugging Face with the same weights: static cache and compiled (first --batch-size only, as it takes a minute to
+    compile), or its plain `generate`."""
+
+
+def check_shallow(options: Options, device: torch.device) -> None:
+    """ValueError if a sparse random model of this shape, with two layers, decodes what its masked prefill does not."""
+    subject = load_subject(options, device, num_layers=SHALLOW_LAYERS)
+    check_method(options, subject.model.config)
+    model, mesh = subject.model, ParallelMesh.single(device)
+    check = DecodingCheck(sparse=True, limits=SHALLOW.get(model.dtype))
+    batches = {size: subject.requests(size, options.new_tokens) for size in options.batch_size}
+    with tempfile.TemporaryDirectory() as folder:
+        attach(options, subject, mesh, Path(folder), batches[max(batches)])
+        measure(model, mesh, batches, decode_speed, 1, check)
+    found = {size: f"{mean:.3f}" for size, (_, mean) in check.differences.items()}
+    logger.info(
+        f"{SHALLOW_LAYERS} layers: decoding and a masked prefill differ by {found} in the mean (nats, by batch)"
+    )
+
+
+def decode_speed(timings: GenerationTimings) -> float:
+    """What is measured."""
+    return timings.decode_tokens_per_s
+
+
+def run(options: Options) -> list[Record]:
+    """Measure dense, Hugging Face and the sparse model, one after the other; append and return the records."""
+    device = resolve_device(options.device)
+    check_options(options)
+    if options.model is None and options.method != "dense":
+        check_shallow(options, device)
+    subject = load_subject(options, device)
+    model, mesh = subject.model, ParallelMesh.single(device)
+    check_method(options, model.config)
+    sizes = options.batch_size
+    batches = {size: subject.requests(size, options.new_tokens) for size in sizes}
+    if options.method != "dense" and subject.is_trained:  # what does not fit fails now, not after the dense run
+        attach_selection(model, selection_of(options, options.predictors))
+        remove_sparsity(model)
+    dense_bytes = bytes_of_weights(model)
+    check = DecodingCheck(sparse=False)
+    speeds = measure(model, mesh, batches, decode_speed, options.repetitions, check)
+    baselines: dict[str, dict[int, float]] = {}
+    if options.baseline != "none":
+        baselines[HF_NAMES[options.baseline]] = time_hugging_face(options, subject)
+    perplexities = {"dense": perplexity_of(subject, options)} if subject.is_trained else {}
+    ceiling = measure_read_ceiling(device)
+    labels: dict[str, Any] = {**subject.labels, "method": options.method, "mlp_density": 1.0, "head_density": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.method != "dense":
+            baselines = {OUR_DENSE: speeds, **baselines}
+            labels |= attach(options, subject, mesh, Path(folder), batches[max(sizes)])
+            expected = None if subject.is_trained else (options.mlp_density, options.head_density)
+            check = DecodingCheck(sparse=True, expected=expected, limits=None if subject.is_trained else REPORTED)
+            speeds = measure(model, mesh, batches, decode_speed, options.repetitions, check)
+            if subject.is_trained:
+                perplexities["sparse"] = perplexity_of(subject, options)
+    labels |= {
+        "execution": "graph" if can_capture(model) else "eager",
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "seed": options.seed,
+    }
+    records = []
+    for size in sizes:
+        mean_length = options.prompt_tokens + options.new_tokens / 2
+        moved = step_bytes(
+            model,
+            options.method,
+            check.achieved[size],
+            batch_size=size,
+            mean_length=mean_length,
+            dense_bytes=dense_bytes,
+        )
+        extras = speed_extras(speeds[size] / size, moved, ceiling)
+        extras |= quality_extras(check, size, perplexities, subject)
+        compared = {name: values[size] for name, values in baselines.items() if size in values}
+        for name, value in compared.items() or [("", 0.0)]:
+            records.append(
+                make_record(
+                    "decode",
+                    {**labels, "batch_size": size},
+                    "tokens_per_s",
+                    speeds[size],
+                    "tokens/s",
+                    baseline={"name": name, "value": value} if name else None,
+                    **extras,
+                )
+            )
+            append_record(options.output, records[-1])
+            logger.info(line(records[-1]))
+    return records
+
+
+def check_options(options: Options) -> None:
+    """ValueError for flags that do not go together."""
+    if options.new_tokens < 2 or options.repetitions < 1:
+        raise ValueError("--new-tokens must be at least 2 (the prefill gives the first), --repetitions at least 1")
+    if options.model is None and options.predictors is not None:
+        raise ValueError("--predictors goes with --model: random weights get random predictors")
+    for name in ("mlp_density", "head_density"):
+        if not 0.0 < getattr(options, name) <= 1.0:
+            raise ValueError(f"--{name.replace('_', '-')} must lie in (0, 1], got {getattr(options, name)}")
+
+
+def check_method(options: Options, config: ModelConfig) -> None:
+    """ValueError for a method that does not fit the model, before anything is timed."""
+    if options.method in ("cats", "teal") and options.head_density < 1.0:
+        raise ValueError(f"method {options.method} does not choose heads; leave --head-density at 1.0")
+    if options.method == "cats" and not config.gated_mlp:
+        raise ValueError("method cats needs a gated MLP; this model has none")
+    needed = options.prompt_tokens + options.new_tokens
+    if needed > config.max_position_embeddings:
+        raise ValueError(f"{needed} tokens do not fit the context of {config.max_position_embeddings}")
+
+
+def selection_of(options: Options, predictors: Path | None) -> Selection:
+    """As `attach_selection` wants it. Every token selects, so that a prefill has the decode steps' log-probabilities;
+    a decode step costs the same either way."""
+    return Selection(
+        method=options.method,
+        predictors=predictors,
+        mlp_density=options.mlp_density,
+        head_density=options.head_density,
+        sparse_phases="all",
+        seed=options.seed,
+    )
+
+
+def attach(
+    options: Options, subject: Subject, mesh: ParallelMesh, folder: Path, batch: Sequence[GenerationRequest]
+) -> dict[str, Any]:
+    """Make the model sparse; returns what records say about it."""
+    model, config = subject.model, subject.model.config
+    labels: dict[str, Any] = {"mlp_density": options.mlp_density, "head_density": options.head_density, "phase": "all"}
+    if subject.is_trained:
+        selection = selection_of(options, options.predictors)
+        attach_selection(model, selection)
+        if options.method == "predictor" and options.predictors is not None:
+            manifest = read_manifest(options.predictors, model)
+            labels |= {"lookahead": manifest.lookahead, "predictor_rank": manifest.predictor_rank.get("mlp")}
+            labels |= {"standin_rank": manifest.standin_rank}
+        return labels
+    sizes = Sizes(
+        predictor_rank=parse_rank(options.predictor_rank, auto_rank(config), "--predictor-rank", 1),
+        standin_rank=parse_rank(options.standin_rank, auto_standin_rank(config), "--standin-rank", 0),
+        lookahead=options.lookahead,
+    )
+
+    def write() -> list[list[int]]:
+        heard: dict[int, GenerationResult] = {}
+        generate_on_mesh(model, mesh, batch, batch_size=len(batch), eos_token_ids=(), on_finish=heard.__setitem__)
+        return [[*request.prompt_token_ids, *heard[idx].token_ids] for idx, request in enumerate(batch)]
+
+    prompts = torch.tensor([request.prompt_token_ids for request in batch], device=model.device)
+    attach_random(model, selection_of(options, folder), sizes, prompts, write)
+    release()
+    if options.method == "predictor":
+        labels |= vars(sizes)
+    return labels
+
+
+def time_hugging_face(options: Options, subject: Subject) -> dict[int, float]:
+    """tokens/s by batch size; ValueError if its log-probabilities are not ours."""
+    model, sizes = subject.model, options.batch_size
+    theirs = hugging_face_model(model, subject.hf_config)
+    prompts = subject.prompts[:NUM_CHECKED]
+    # Hugging Face's norms are float32 at best.
+    limits = Limits.of(torch.float32 if model.dtype == torch.float64 else model.dtype, sparse=False)
+    ours = echoed(model, ParallelMesh.single(model.device), prompts)
+    for here, there in zip(ours, echoed_by_hugging_face(theirs, prompts), strict=True):
+        limits.check(here, there, "ours and Hugging Face")
+    how = {"new_tokens": options.new_tokens, "repetitions": options.repetitions}
+    if options.baseline == "hf-compiled":
+        found = {sizes[0]: measure_compiled(theirs, subject.prompts[: sizes[0]], **how)}
+    else:
+        batches = {size: subject.prompts[:size] for size in sizes}
+        found = measure_hugging_face(theirs, batches, **how, decode=True)
+    del theirs
+    release()
+    return found
+
+
+def perplexity_of(subject: Subject, options: Options) -> float:
+    """Through decode steps, of the model as it is now."""
+    batch_size = min(8, max(options.batch_size))
+    return forced_likelihood(subject.model, subject.windows, batch_size=batch_size).perplexity
+
+
+def speed_extras(steps_per_s: float, moved: StepBytes, ceiling: float) -> dict[str, Any]:
+    """What a record says about bandwidth."""
+    achieved = steps_per_s * moved.total / 1e9
+    return {
+        "share_of_ceiling": achieved / ceiling,
+        "bytes_per_step": moved.total,
+        "bytes": vars(moved),
+        "achieved_gb_per_s": achieved,
+        "ceiling_gb_per_s": ceiling,
+    }
+
+
+def quality_extras(check: DecodingCheck, size: int, perplexities: dict[str, float], subject: Subject) -> dict[str, Any]:
+    """What a record says about what was computed, and how good it is."""
+    found = check.achieved[size]
+    extras: dict[str, Any] = {
+        "achieved": {
+            "mlp_density": found.densities["mlp"],
+            "head_density": found.densities["attention"],
+            "union_mlp_density": found.unions["mlp"],
+            "union_head_density": found.unions["attention"],
+        },
+        "largest_logprob_difference": check.differences[size][0],
+        "mean_logprob_difference": check.differences[size][1],
+    }
+    if perplexities:
+        extras |= {
+            "perplexity": perplexities.get("sparse", perplexities["dense"]),
+            "dense_perplexity": perplexities["dense"],
+            "perplexity_tokens": sum(len(piece.token_ids) - max(1, piece.num_context) for piece in subject.windows),
+        }
+    return extras
+
+
+def line(record: Record) -> str:
+    """For the log."""
+    labels, baseline = record["labels"], record["baseline"]
+    ratio = f", {record['ratio']:.2f}x {baseline['name']}" if baseline else ""
+    quality = f", perplexity {record['perplexity']:.2f}" if "perplexity" in record else ""
+    return (
+        f"{labels.get('shape') or labels.get('model')} {labels['method']} batch {labels['batch_size']}: "
+        f"{record['value']:.1f} tokens/s, {record['achieved_gb_per_s']:.0f} GB/s, "
+        f"{100 * record['share_of_ceiling']:.0f} % of the ceiling{ratio}{quality}; achieved {record['achieved']}"
+    )

@@ -1,0 +1,228 @@
+"""Predictors of random values for a model of random weights: their speed is real, what they choose means nothing.
+
+They have the rank, and so the bytes, that training would give them, and thresholds that keep the density asked for in
+the very run that is timed: calibrated on random prompts first, then on what the sparse model itself wrote after them.
+They go through the same files and the same `attach_selection` as trained ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from modules.decoder import Decoder
+from modules.mlp import Mlp
+from modules.sparsity import ActiveSet, Block, SelectionContext, Selector
+from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at
+from sparse_predictor.predictor import Predictor, auto_head_rank
+from sparse_predictor.selection import THINNED_PROJECTIONS, Selection, apply_sparsity, attach_selection, remove_sparsity
+from sparse_predictor.selectors import CatsSelector, PredictorSelector
+from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
+from sparse_predictor.thresholds import CalibratingSelector
+
+Write = Callable[[], Sequence[Sequence[int]]]  # texts of one length that the sparse model writes now, prompts included
+Predictors = dict[tuple[int, Block], Predictor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Inner widths of the MLPs' predictors and stand-ins, and how far back the scores look."""
+
+    predictor_rank: int
+    standin_rank: int
+    lookahead: int
+
+
+def attach_random(
+    model: Decoder, selection: Selection, sizes: Sizes, prompts: Tensor, write: Write, num_rounds: int = 2
+) -> None:
+    """Make a model of random weights sparse as `selection` says, with files written to `selection.predictors`.
+
+    `prompts` int64 [B, T] begin the texts that `write` gives. The states of later tokens differ from those of a prompt,
+    and which texts are written depends on the thresholds: each round calibrates on what the last one wrote.
+    """
+    if selection.method in ("dense", "random"):
+        attach_selection(model, selection)
+        return
+    assert selection.predictors is not None
+    predictors = draw_predictors(model, selection, sizes) if selection.method == "predictor" else {}
+    token_ids, start = prompts, 0
+    for round_idx in range(num_rounds + 1):
+        calibration = calibrate(model, selection, sizes, predictors, token_ids, start)
+        manifest = _manifest(model, selection, sizes, predictors)
+        save_predictors(selection.predictors, predictors, calibration, {}, manifest)
+        attach_selection(model, selection)
+        if selection.method == "static":  # a choice that does not depend on states
+            return
+        if round_idx < num_rounds:
+            token_ids, start = torch.tensor(write(), device=model.device)[:, :-1], prompts.shape[1]
+
+
+def draw_predictors(model: Decoder, selection: Selection, sizes: Sizes) -> Predictors:
+    """Scores of neurons are N(0, 1) for inputs whose mean square is 1, which is what a norm gives. Those of groups are
+    N(0, 1) for all inputs but for a tenth: among so few, half precision would often flip the last one in, and with it
+    what follows, so that decoding and prefill could no longer be compared."""
+    config = model.config
+    generator = torch.Generator(model.device).manual_seed(selection.seed)
+    predictors: Predictors = {}
+    for layer_idx in range(config.num_hidden_layers):
+        predictors[layer_idx, "mlp"] = Predictor(
+            config.hidden_size,
+            config.intermediate_size,
+            sizes.predictor_rank,
+            densities=(selection.mlp_density,),
+            standin_rank=sizes.standin_rank,
+        )
+        if selection.head_density < 1.0:
+            groups = config.num_key_value_heads
+            predictors[layer_idx, "attention"] = Predictor(config.hidden_size, groups, auto_head_rank(config))
+    for (_, block), predictor in predictors.items():
+        predictor.to(model.device)
+        for name in ("first", "second", "standin_in", "standin_out"):
+            matrix = getattr(predictor, name)
+            if matrix.numel():
+                scale = {"standin_out": 0.02, "first": 0.1 if block == "attention" else 1.0}.get(name, 1.0)
+                matrix.normal_(generator=generator).mul_(matrix.shape[-1] ** -0.5 * scale)
+        if block == "attention":
+            predictor.bias.normal_(generator=generator)
+    return predictors
+
+
+@torch.inference_mode()
+def calibrate(
+    model: Decoder, selection: Selection, sizes: Sizes, predictors: Predictors, token_ids: Tensor, start: int
+) -> dict[int, LayerCalibration]:
+    """One sparse pass over token_ids [B, T], each layer's threshold set on what the layers before it gave for tokens
+    from place `start` on: in place for predictors, else what `attach_selection` reads."""
+    config = model.config
+    layers = range(config.num_hidden_layers)
+    if selection.method == "static":
+        generator = torch.Generator().manual_seed(selection.seed)
+        return {
+            layer_idx: LayerCalibration(
+                neuron_frequency=torch.rand(config.intermediate_size, generator=generator),
+                group_frequency=torch.rand(config.num_key_value_heads, generator=generator),
+            )
+            for layer_idx in layers
+        }
+    if selection.method == "teal":
+        return _calibrate_inputs(model, selection.mlp_density, token_ids, start)
+    selectors: dict[tuple[int, Block], Selector] = {}
+    gates: dict[int, CalibratingGate] = {}
+    for layer_idx in layers:
+        if selection.method == "cats":
+            gates[layer_idx] = CalibratingGate(model.mlp(layer_idx), selection.mlp_density)
+            selectors[layer_idx, "mlp"] = FromToken(gates[layer_idx], start)
+    for (layer_idx, block), predictor in predictors.items():
+        lookahead = sizes.lookahead if layer_idx >= sizes.lookahead else 0
+        if block == "mlp":
+            calibrating = CalibratingSelector(predictor, selection.mlp_density, lookahead, model.dtype)
+            selectors[layer_idx, block] = FromToken(calibrating, start)
+        else:
+            copied = _copy(predictor).to(model.dtype)
+            selectors[layer_idx, block] = PredictorSelector(copied, selection.head_density, "topk", lookahead)
+    apply_sparsity(model, selectors)
+    model(token_ids)
+    remove_sparsity(model)
+    return {
+        layer_idx: LayerCalibration(gate_quantiles=gates[layer_idx].quantiles if gates else None)
+        for layer_idx in layers
+    }
+
+
+def _copy(predictor: Predictor) -> Predictor:
+    copied = Predictor(predictor.first.shape[1], predictor.num_units, predictor.rank)
+    copied.load_state_dict(predictor.state_dict())
+    return copied.to(predictor.first.device)
+
+
+@dataclass(frozen=True)
+class FromToken:
+    """Shows a calibrating selector the tokens before place `start` as padding, which thresholds do not look at."""
+
+    inner: Selector
+    start: int
+
+    @property
+    def lookahead(self) -> int:
+        """As the selector inside."""
+        return self.inner.lookahead
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        return self.inner.select(hidden_states, replace(context, valid=context.positions >= self.start))
+
+
+class CalibratingGate(CatsSelector):
+    """CATS, setting its threshold from the batch at hand."""
+
+    def __init__(self, mlp: Mlp, density: float) -> None:
+        super().__init__(mlp, float("-inf"))
+        self.density = density
+        self.quantiles: Tensor | None = None
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        assert context.valid is not None
+        gate_values = self.activate(self.gate_proj(hidden_states))[context.valid]
+        self.quantiles = quantiles_of(gate_values.abs())
+        self.threshold = threshold_at(self.quantiles, self.density)
+        return super().select(hidden_states, context)
+
+
+class CalibratingInput(nn.Module):
+    """A thinned input (TEAL), setting its threshold from the batch at hand."""
+
+    def __init__(self, projection: nn.Module, density: float, start: int) -> None:
+        super().__init__()
+        self.projection = projection
+        self.density, self.start = density, start
+        self.quantiles = torch.empty(0)
+
+    def forward(self, states: Tensor) -> Tensor:
+        self.quantiles = quantiles_of(states[:, self.start :].abs())
+        dropped = states.abs() < threshold_at(self.quantiles, self.density)
+        return self.projection(states.masked_fill(dropped, 0))
+
+
+def _calibrate_inputs(model: Decoder, density: float, token_ids: Tensor, start: int) -> dict[int, LayerCalibration]:
+    remove_sparsity(model)
+    parts: dict[tuple[int, str], CalibratingInput] = {}
+    for layer_idx in model.layers:
+        for name in THINNED_PROJECTIONS:
+            if (projection := getattr(model.mlp(layer_idx), name)) is not None:
+                parts[layer_idx, name] = CalibratingInput(projection, density, start)
+                setattr(model.mlp(layer_idx), name, parts[layer_idx, name])
+    try:
+        model(token_ids)
+    finally:
+        for (layer_idx, name), part in parts.items():
+            setattr(model.mlp(layer_idx), name, part.projection)
+    return {
+        layer_idx: LayerCalibration(
+            input_quantiles=parts[layer_idx, "up_proj"].quantiles,
+            activation_quantiles=parts[layer_idx, "down_proj"].quantiles,
+        )
+        for layer_idx in model.layers
+    }
+
+
+def _manifest(
+    model: Decoder, selection: Selection, sizes: Sizes, predictors: Mapping[tuple[int, Block], Predictor]
+) -> PredictorManifest:
+    blocks: list[Block] = sorted({block for _, block in predictors})
+    return PredictorManifest(
+        model_id="random weights",
+        config_hash=model.config.config_hash(),
+        weights_sample=weights_sample(model),
+        layers=list(range(model.config.num_hidden_layers)),
+        blocks=blocks,
+        lookahead=sizes.lookahead,
+        mlp_rule="threshold",
+        predictor_rank={block: predictors[0, block].rank for block in blocks},
+        standin_rank=sizes.standin_rank,
+        densities=[selection.mlp_density],
+        definitions={"values": "random"},
+        training={"seed": selection.seed},
+    )

@@ -1,0 +1,181 @@
+"""Decoding is timed only where it agrees; records say what was computed, what it moved and what it was beside."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scripts.benchmark.decode
+from analysis.results import Record, read_records
+from analysis.tables import all_tables
+from modules.checkpoint import random_model
+from modules.config import ModelConfig
+from scripts.benchmark import hugging_face
+from scripts.benchmark.achieved import measure_achieved
+from scripts.benchmark.decoding_check import DecodingCheck, Limits
+from scripts.benchmark.engine import bytes_of_weights
+from scripts.benchmark.one_gpu import Options
+from scripts.benchmark.random_predictors import Sizes, attach_random
+from scripts.benchmark.shapes import HF_CONFIGS
+from scripts.benchmark.step_bytes import predictor_parameters, step_bytes
+from sparse_predictor.selection import Selection, attach_selection
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import save_hf_folder
+
+CEILING = 10.0  # GB/s, made up: measuring it takes longer than all else here
+CONFIG = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+
+
+@pytest.fixture(autouse=True)
+def a_known_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.benchmark.one_gpu.measure_read_ceiling", lambda device: CEILING)
+
+
+def decode(tmp_path: Path, **flags: Any) -> list[Record]:
+    defaults: dict[str, Any] = {"shape": "TINY", "prompt_tokens": 24, "new_tokens": 16, "repetitions": 1}
+    output = tmp_path / "decode.jsonl"
+    options = Options(output=output, device="cpu", quiet=True, **{**defaults, **flags})
+    records = scripts.benchmark.decode.main(options)
+    assert read_records(output) == records
+    return records
+
+
+@pytest.mark.parametrize(
+    ("method", "head_density", "predictor_is_read"),
+    [("predictor", 0.5, True), ("cats", 1.0, False), ("teal", 1.0, False), ("static", 0.5, False)],
+)
+def test_a_sparse_random_model_is_timed_beside_our_dense_one_at_the_density_asked_for(
+    tmp_path: Path, method: Any, head_density: float, predictor_is_read: bool
+) -> None:
+    flags = {"mlp_density": 0.25, "head_density": head_density, "batch_size": (4,), "lookahead": 1, "dtype": "float64"}
+    records = decode(tmp_path, method=method, **flags)
+    assert [record["baseline"]["name"] for record in records] == ["our dense"]
+    record = records[0]
+    labels, achieved = record["labels"], record["achieved"]
+    assert (labels["shape"], labels["weights"], labels["method"], labels["execution"]) == (
+        "tiny",
+        "random",
+        method,
+        "eager",
+    )
+    assert (labels["mlp_density"], labels["head_density"], labels["batch_size"]) == (0.25, head_density, 4)
+    assert achieved["mlp_density"] == pytest.approx(0.25, abs=0.02)
+    assert achieved["head_density"] == head_density
+    assert achieved["union_mlp_density"] >= achieved["mlp_density"]
+    assert (record["bytes"]["predictor"] > 0) == predictor_is_read == ("predictor_rank" in labels)
+    assert record["bytes_per_step"] == sum(record["bytes"].values())
+    assert record["largest_logprob_difference"] < 1e-9
+    assert 0 < record["share_of_ceiling"] == record["achieved_gb_per_s"] / CEILING
+    assert set(all_tables(records)) == {"one_gpu_decode"}
+
+
+def test_everything_active_goes_the_sparse_way_and_moves_the_dense_bytes_and_the_predictor(tmp_path: Path) -> None:
+    sparse = decode(tmp_path, method="predictor", mlp_density=1.0)[0]
+    (tmp_path / "decode.jsonl").unlink()
+    dense = decode(tmp_path)[0]
+    assert dense["baseline"] is None and dense["bytes"]["predictor"] == 0
+    assert sparse["achieved"]["mlp_density"] == 1.0
+    assert sparse["bytes_per_step"] - sparse["bytes"]["predictor"] == dense["bytes_per_step"]
+
+
+def test_bytes_of_a_step_count_what_the_rows_together_compute(tmp_path: Path) -> None:
+    model = random_model(CONFIG)
+    whole = bytes_of_weights(model)
+    texts = [list(range(3, 30)), list(range(40, 67))]
+    mask = torch.zeros(CONFIG.intermediate_size, dtype=torch.bool)
+    selection = Selection(method="static", predictors=tmp_path, mlp_density=0.5, head_density=0.5, sparse_phases="all")
+    attach_random(model, selection, Sizes(predictor_rank=8, standin_rank=0, lookahead=0), torch.tensor(texts), list)
+    achieved = measure_achieved(model, texts, 20)
+    moved = step_bytes(model, "static", achieved, batch_size=2, mean_length=10, dense_bytes=whole)
+    mlp = 3 * CONFIG.hidden_size * mask.numel()
+    queries = 2 * CONFIG.hidden_size * 8 * 16
+    assert moved.weights == whole - 4 * CONFIG.num_hidden_layers * (mlp + queries) // 2
+    assert moved.cache == 4 * CONFIG.num_hidden_layers * 2 * 10 * (2 * 4 * 16) // 2
+    attach_selection(model, Selection())
+    random = Selection(method="random", mlp_density=0.5, sparse_phases="all")
+    attach_selection(model, random)
+    assert predictor_parameters(model) == 0
+    # At the same position of two rows the random selector draws the same units: their union is no larger.
+    assert measure_achieved(model, texts, 20).unions["mlp"] == 0.5
+
+
+def test_a_density_that_does_not_come_out_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_calibration(model: Any, selection: Selection, *others: Any) -> None:
+        attach_selection(model, replace(selection, method="random", mlp_density=0.4))
+
+    monkeypatch.setattr("scripts.benchmark.one_gpu.attach_random", without_calibration)
+    with pytest.raises(ValueError, match=r"density of MLPs and heads .* was asked for; it is not timed"):
+        decode(tmp_path, method="predictor", mlp_density=0.25)
+
+
+def test_decoding_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = measure_achieved
+
+    def spoiled(*arguments: Any) -> Any:
+        found = real(*arguments)
+        return replace(found, logprobs=[[value + 0.01 for value in row] for row in found.logprobs])
+
+    monkeypatch.setattr("scripts.benchmark.decoding_check.measure_achieved", spoiled)
+    with pytest.raises(ValueError, match="decoding and a masked prefill: log-probabilities of the same tokens differ"):
+        decode(tmp_path)
+    assert not (tmp_path / "decode.jsonl").exists()
+
+
+def test_limits_hold_the_mean_narrowly_and_refuse_nan() -> None:
+    limits = Limits.of(torch.bfloat16, sparse=True)
+    assert limits.check([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.5], "x") == (0.5, pytest.approx(0.5 / 3))
+    for other in ([-1.0, -2.0, -4.0], [-1.5, -2.5, -3.5], [-1.0, -2.0, float("nan")]):
+        with pytest.raises(ValueError, match="x: log-probabilities"):
+            limits.check([-1.0, -2.0, -3.0], other, "x")
+    assert DecodingCheck(sparse=True).expected is None
+
+
+def test_hugging_face_compiled_is_a_baseline_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import CompileConfig
+
+    def on_a_cpu(*, fullgraph: bool) -> Any:
+        config = CompileConfig(fullgraph=fullgraph, backend="eager", mode="default")
+        config._compile_all_devices = True
+        return config
+
+    monkeypatch.setattr(hugging_face, "compile_config", on_a_cpu)
+    record = decode(tmp_path, baseline="hf-compiled", new_tokens=4)[0]
+    assert record["baseline"]["name"] == "Hugging Face compiled" and record["baseline"]["value"] > 0
+
+
+def test_hugging_face_that_did_not_compile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="transformers did not compile its decode steps on cpu"):
+        decode(tmp_path, baseline="hf-compiled", new_tokens=3)
+
+
+def test_a_trained_model_is_recorded_with_the_perplexity_of_its_decode_steps(tmp_path: Path) -> None:
+    save_hf_folder(tmp_path / "tiny", LLAMA)
+    flags = {"model": str(tmp_path / "tiny"), "corpus": "self", "dtype": "float64", "window": 16, "max_windows": 3}
+    flags |= {"prompt_tokens": 12, "new_tokens": 6, "shape": "tiny"}
+    dense = decode(tmp_path, **flags, baseline="hf-eager", batch_size=(2,))[0]
+    assert dense["labels"]["model"] == "tiny" and dense["labels"]["weights"] == "trained"
+    assert dense["perplexity"] == dense["dense_perplexity"] and 0 < dense["perplexity_tokens"] <= 3 * 15
+    (tmp_path / "decode.jsonl").unlink()
+    sparse = decode(tmp_path, **flags, method="random", mlp_density=0.5)[0]
+    assert sparse["dense_perplexity"] == pytest.approx(dense["perplexity"], abs=1e-9)
+    assert sparse["perplexity"] != sparse["dense_perplexity"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"method": "cats", "head_density": 0.5}, "does not choose heads"),
+        ({"mlp_density": 0.0}, r"--mlp-density must lie in \(0, 1\]"),
+        ({"new_tokens": 1}, "--new-tokens must be at least 2"),
+        ({"predictors": Path("p")}, "random weights get random predictors"),
+        ({"corpus": "self"}, "--corpus goes with --model"),
+        ({"model": "m"}, "--model needs --corpus"),
+        ({"prompt_tokens": 2048}, "2064 tokens do not fit the context of 2048"),
+        ({"shape": "opt", "method": "cats"}, "--shape 'opt': give one of"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(tmp_path: Path, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(tmp_path, **flags)
