@@ -63,23 +63,18 @@ if triton is not None:
         HIDDEN_SIZE: tl.constexpr,
         BLOCK: tl.constexpr,
         TILE: tl.constexpr,
-        STAGES: tl.constexpr,  # see Tuning
+        PREFETCHES: tl.constexpr,  # see Tuning
         PDL: tl.constexpr,
     ):
         """Grid: as many programs as there are tiles, or fewer, each of which takes every num_programs-th tile."""
         first_tile = tl.program_id(0)
         num_programs = tl.num_programs(0)
-        IN_REGISTERS: tl.constexpr = NUM_ROWS > 1 and STAGES > 1
-        PIPELINE: tl.constexpr = 1 if NUM_ROWS > 1 else STAGES
         states = tl.zeros([BLOCK], tl.float32)
-        shift_ahead = bias_rows(linear_bias, first_tile * TILE, num_outputs, TILE)
-        if IN_REGISTERS:
+        if PREFETCHES:
             ahead = weight_rows(weight, first_tile * TILE, num_outputs, HIDDEN_SIZE, BLOCK, TILE)
-        for tile in tl.range(first_tile, tl.cdiv(num_outputs, TILE), num_programs, num_stages=PIPELINE):
-            shift = shift_ahead
-            if STAGES > 1:
-                shift_ahead = bias_rows(linear_bias, (tile + num_programs) * TILE, num_outputs, TILE)
-            if IN_REGISTERS:
+        for tile in range(first_tile, tl.cdiv(num_outputs, TILE), num_programs):
+            shift = bias_rows(linear_bias, tile * TILE, num_outputs, TILE)
+            if PREFETCHES:
                 tile_weights = ahead
                 ahead = weight_rows(weight, (tile + num_programs) * TILE, num_outputs, HIDDEN_SIZE, BLOCK, TILE)
             else:
@@ -133,7 +128,7 @@ def launch_norm_linear(
             NUM_ROWS=rows,
             BLOCK=triton.next_power_of_2(weight.shape[1]),
             TILE=tuning.tile,
-            STAGES=tuning.num_stages,
+            PREFETCHES=tuning.prefetches,
             **tuning.options(),
             **dependent_launch(weight),
         )

@@ -102,7 +102,7 @@ if triton is not None:
         BLOCK: tl.constexpr,
         ROWS_BLOCK: tl.constexpr,  # NUM_ROWS rounded up to a power of two
         TILE: tl.constexpr,
-        STAGES: tl.constexpr,  # see Tuning
+        PREFETCHES: tl.constexpr,  # see Tuning
         SLOTS: tl.constexpr,  # a power of two, at least as many as a program has tiles
         ACTIVATION: tl.constexpr,
         PDL: tl.constexpr,
@@ -110,22 +110,17 @@ if triton is not None:
         """Grid: as many programs as there are tiles, or fewer, each of which takes every num_programs-th tile."""
         first_tile = tl.program_id(0)
         num_programs = tl.num_programs(0)
-        IN_REGISTERS: tl.constexpr = NUM_ROWS > 1 and STAGES > 1
-        PIPELINE: tl.constexpr = 1 if NUM_ROWS > 1 else STAGES
         slots = tl.arange(0, SLOTS)
         rows = tl.arange(0, ROWS_BLOCK)
         states = tl.zeros([BLOCK], tl.float32)
         # Which units of which of this program's tiles any row has: kept until the end, for a single reservation.
         found = tl.zeros([SLOTS, TILE], tl.int32)
         num_active = tl.zeros([ROWS_BLOCK], tl.int32)
-        shift_ahead = bias_rows(linear_bias, first_tile * TILE, num_units, TILE)
-        if IN_REGISTERS:
+        if PREFETCHES:
             ahead = weight_rows(weight, first_tile * TILE, num_units, HIDDEN_SIZE, BLOCK, TILE)
-        for tile in tl.range(first_tile, tl.cdiv(num_units, TILE), num_programs, num_stages=PIPELINE):
-            shift = shift_ahead
-            if STAGES > 1:
-                shift_ahead = bias_rows(linear_bias, (tile + num_programs) * TILE, num_units, TILE)
-            if IN_REGISTERS:
+        for tile in range(first_tile, tl.cdiv(num_units, TILE), num_programs):
+            shift = bias_rows(linear_bias, tile * TILE, num_units, TILE)
+            if PREFETCHES:
                 tile_weights = ahead
                 ahead = weight_rows(weight, (tile + num_programs) * TILE, num_units, HIDDEN_SIZE, BLOCK, TILE)
             else:
@@ -252,7 +247,7 @@ def launch_select_units(
             BLOCK=triton.next_power_of_2(weight.shape[1]),
             ROWS_BLOCK=triton.next_power_of_2(rows),
             TILE=tuning.tile,
-            STAGES=tuning.num_stages,
+            PREFETCHES=tuning.prefetches,
             SLOTS=triton.next_power_of_2(-(-num_tiles // tuning.grid_for(num_units))),
             ACTIVATION=activation,
             **tuning.options(),

@@ -27,15 +27,14 @@ TILE_BYTES = 32768  # of one tile, padding included: two programs of these keep 
 class Tuning:
     """Weight rows a tile, warps a program, and programs (each walks over tiles, if there are more tiles than that).
 
-    `num_stages` 1: a program's only tile, in registers. More: that many minus 1 tiles in shared memory, on their way or
-    in use; of several rows of states one tile ahead in registers. `max_registers` of a thread; None: the compiler's
-    choice.
+    `prefetches`: whether a program asks for its next tile before it uses the one at hand. `max_registers` of a thread;
+    None: the compiler's choice.
     """
 
     tile: int
     num_warps: int
     num_programs: int
-    num_stages: int = 1
+    prefetches: bool = False
     max_registers: int | None = None
 
     def grid_for(self, num_outputs: int) -> int:
@@ -66,10 +65,11 @@ def tuning_of_shape(rows: int, num_outputs: int, hidden_size: int, itemsize: int
     if num_tiles <= 4 * multiprocessors:
         return Tuning(tile, num_warps, num_tiles)
     num_programs = 2 * multiprocessors
-    if rows == 1:  # one row of the weight at a time in registers, of many programs: faster than tiles in shared memory
-        return Tuning(1, min(8, max(1, block // 1024)), 4 * multiprocessors)
+    if rows == 1:  # small tiles of many programs, which cover for each other: faster than large ones ahead of their use
+        small = max(1, 4096 // block)
+        return Tuning(small, min(8, max(1, small * block // 1024)), 4 * multiprocessors)
     # Of several rows the compiler would hold more at once than lets two programs share a multiprocessor.
-    return Tuning(tile, num_warps, num_programs, num_stages=2, max_registers=128)
+    return Tuning(tile, num_warps, num_programs, prefetches=True, max_registers=128)
 
 
 if triton is not None:

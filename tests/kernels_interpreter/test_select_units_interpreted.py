@@ -27,7 +27,7 @@ def test_units_at_or_above_the_threshold_are_listed(case: tuple[int, int, int, T
 
 
 @pytest.mark.parametrize(
-    ("rows", "tuning"), [(1, None), (1, Tuning(8, 4, 2, num_stages=2)), (3, Tuning(8, 4, 2, num_stages=2)), (3, None)]
+    ("rows", "tuning"), [(1, None), (1, Tuning(8, 4, 2)), (3, Tuning(8, 4, 2, prefetches=True)), (3, None)]
 )
 def test_deferred_states_are_normed_first(rows: int, tuning: Tuning | None) -> None:
     cases.assert_deferred_states_are_normed_first(rows, tuning)

@@ -14,13 +14,13 @@ EPS = 1e-5
 # rows, outputs, hidden size, kind, tuning (None: the kernel's own)
 CASES: list[tuple[int, int, int, str, Tuning | None]] = [
     (1, 131, 96, "rms", None),
-    (1, 131, 96, "layer", Tuning(8, 4, 3, num_stages=3)),  # several tiles a program
+    (1, 131, 96, "layer", Tuning(8, 4, 3)),  # several tiles a program
     (1, 5, 576, "rms", None),
     (1, 1, 7, "none", None),
     (1, 70, 50, "none", Tuning(16, 1, 64)),  # fewer tiles than programs
-    (3, 67, 96, "rms", Tuning(8, 4, 3, num_stages=2)),
+    (3, 67, 96, "rms", Tuning(8, 4, 3, prefetches=True)),
     (3, 20, 96, "layer", None),
-    (8, 40, 50, "rms", Tuning(8, 4, 2, num_stages=2, max_registers=128)),
+    (8, 40, 50, "rms", Tuning(8, 4, 2, prefetches=True, max_registers=128)),
 ]
 TYPES = [(torch.float32, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 

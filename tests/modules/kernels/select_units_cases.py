@@ -12,10 +12,10 @@ from tests.modules.kernels.norm_linear_cases import deferred_states, normed_stat
 # rows, units, hidden size, tuning (None: the kernel's own)
 CASES: list[tuple[int, int, int, Tuning | None]] = [
     (1, 131, 40, None),
-    (1, 131, 33, Tuning(8, 2, 3, num_stages=4)),  # several tiles a program
+    (1, 131, 33, Tuning(8, 2, 3)),  # several tiles a program
     (1, 20, 24, Tuning(16, 1, 8)),  # fewer tiles than programs
     (3, 67, 24, None),
-    (3, 67, 24, Tuning(4, 1, 3, num_stages=2, max_registers=128)),
+    (3, 67, 24, Tuning(4, 1, 3, prefetches=True, max_registers=128)),
 ]
 # activation, threshold: scores are whole, so 3 is met exactly, and 3.001 is 3 in half precision
 RULES = [(None, 3.0), (None, 3.001), (None, float("-inf")), (None, 1e9), ("relu", 2.0), ("silu", 0.25), ("gelu", 0.25)]

@@ -77,7 +77,7 @@ def test_kernel_reads_16_bytes_at_a_time_and_its_first_weights_before_it_waits(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = NORMED | {"weight": "*bf16", "linear_bias": None, "normed": None, "outputs": "*fp32", "num_outputs": "i32"}
     constants: dict[str, Any] = {"NUM_ROWS": 1, "KIND": "rms", "HIDDEN_SIZE": 3072, "BLOCK": 4096, "PDL": True}
-    constants |= {"TILE": 1, "STAGES": 1}
+    constants |= {"TILE": 1, "PREFETCHES": False}
     ptx = compiled_ptx(module.norm_linear_kernel, types, constants, num_warps=8)
     widths = re.findall(r"\bld\.global(\S*)", ptx)
     assert all(width.endswith(".v4.b32") for width in widths), set(widths)

@@ -131,7 +131,7 @@ def test_kernel_reads_16_bytes_at_a_time_and_its_first_weights_before_it_waits(
     types = plain | {"weight": "*bf16", "linear_bias": "*bf16", "normed": None, "threshold": "fp32"}
     types |= {"counters": "*i32", "indices": "*i32", "mask": None, "gate_values": None, "num_units": "i32"}
     constants = {"NUM_ROWS": 1, "KIND": "none", "HIDDEN_SIZE": 336, "BLOCK": 512, "ROWS_BLOCK": 1, "TILE": 16}
-    constants |= {"STAGES": 1, "SLOTS": 1, "ACTIVATION": None, "PDL": True}
+    constants |= {"PREFETCHES": False, "SLOTS": 1, "ACTIVATION": None, "PDL": True}
     ptx = compiled_ptx(module.select_units_kernel, types, constants, num_warps=4)
     before, after = ptx.split("griddepcontrol.wait")
     widths = re.findall(r"\bld\.global\S*evict_first(\S*)", before)
