@@ -62,6 +62,51 @@ def reference_add_norm(
 if triton is not None:
 
     @triton.jit
+    def normed_row(  # type: ignore[no-untyped-def]
+        partial,  # [rows, HIDDEN_SIZE]
+        residual,  # [rows, HIDDEN_SIZE] float32 or None
+        bias,  # [HIDDEN_SIZE] or None, as the next two
+        norm_weight,
+        norm_bias,
+        new_residual,  # [rows, HIDDEN_SIZE] float32 or None, written if `writes`
+        eps,
+        row,
+        writes,  # whether this program is the one that writes
+        like,  # a pointer of the type that the result is rounded to
+        KIND: tl.constexpr,
+        HIDDEN_SIZE: tl.constexpr,
+        BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
+    ):
+        """Row `row` of the junction, rounded to the type of `like` and widened again: float32 [BLOCK], 0 beyond."""
+        columns = tl.arange(0, BLOCK)
+        inside = columns < HIDDEN_SIZE
+        offsets = row * HIDDEN_SIZE + columns
+        total = tl.load(partial + offsets, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if residual is not None:
+            total = tl.load(residual + offsets, mask=inside, other=0.0) + total
+        # Asked for here and not where they are used: nothing moves a load ahead of a store or of a reduction's barrier,
+        # and a few rows of decoding take little more than the latency of memory.
+        if norm_weight is not None:
+            scale = tl.load(norm_weight + columns, mask=inside, other=0.0)
+        if norm_bias is not None:
+            shift = tl.load(norm_bias + columns, mask=inside, other=0.0)
+        if new_residual is not None:
+            tl.store(new_residual + offsets, total, mask=inside & writes)
+        normed = total
+        if KIND == "layer":
+            # Centred before it is squared, which costs no second read here and loses no digits to cancellation.
+            normed = tl.where(inside, total - tl.sum(total, axis=0) / HIDDEN_SIZE, 0.0)
+        if KIND != "none":
+            normed = normed * tl.rsqrt(tl.sum(normed * normed, axis=0) / HIDDEN_SIZE + eps)
+        if norm_weight is not None:
+            normed = normed * scale.to(tl.float32)
+        if norm_bias is not None:
+            normed = normed + shift.to(tl.float32)
+        return normed.to(like.dtype.element_ty).to(tl.float32)
+
+    @triton.jit
     def add_norm_kernel(  # type: ignore[no-untyped-def]
         partial,  # [rows, D]
         residual,  # [rows, D] float32, or None
@@ -76,33 +121,13 @@ if triton is not None:
         KIND: tl.constexpr,
     ):
         """Grid: one program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        normed = normed_row(
+            partial, residual, bias, weight, norm_bias, new_residual, eps, row, True, hidden, KIND, HIDDEN_SIZE, BLOCK
+        )
         columns = tl.arange(0, BLOCK)
-        inside = columns < HIDDEN_SIZE
-        offsets = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE + columns
-        total = tl.load(partial + offsets, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-        if residual is not None:
-            total = tl.load(residual + offsets, mask=inside, other=0.0) + total
-        # Asked for here and not where they are used: nothing moves a load ahead of a store or of a reduction's barrier,
-        # and a few rows of decoding take little more than the latency of memory.
-        if weight is not None:
-            scale = tl.load(weight + columns, mask=inside, other=0.0)
-        if norm_bias is not None:
-            shift = tl.load(norm_bias + columns, mask=inside, other=0.0)
-        tl.store(new_residual + offsets, total, mask=inside)
-
-        normed = total
-        if KIND == "layer":
-            # Centred before it is squared, which costs no second read here and loses no digits to cancellation.
-            normed = tl.where(inside, total - tl.sum(total, axis=0) / HIDDEN_SIZE, 0.0)
-        if KIND != "none":
-            normed = normed * tl.rsqrt(tl.sum(normed * normed, axis=0) / HIDDEN_SIZE + eps)
-        if weight is not None:
-            normed = normed * scale.to(tl.float32)
-        if norm_bias is not None:
-            normed = normed + shift.to(tl.float32)
-        tl.store(hidden + offsets, normed.to(hidden.dtype.element_ty), mask=inside)
+        place = hidden + row * HIDDEN_SIZE + columns
+        tl.store(place, normed.to(hidden.dtype.element_ty), mask=columns < HIDDEN_SIZE)
 
 
 def num_warps_of(block: int) -> int:

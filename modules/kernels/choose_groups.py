@@ -17,18 +17,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.kernels.arguments import DTYPES, Expected, check_tensors
-from modules.kernels.deferred_norm import (
-    DeferredNorm,
-    can_launch,
-    dependent_launch,
-    normed_row,
-    wait_for_inputs,
-)
-from modules.kernels.weight_tiles import check_linear, weight_rows
+from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch
+from modules.kernels.weight_tiles import check_linear
 
 try:
     import triton
     import triton.language as tl
+
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.weight_tiles import weight_rows
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 

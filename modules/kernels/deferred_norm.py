@@ -4,15 +4,14 @@ A decode step of one row is a chain of matrix-vector products. A kernel for the 
 kilobytes and cost as much as a tenth of a layer; so each product computes the junction itself (every program anew, from
 the second-level cache), while its first weights are on their way, and the first program writes the new residual.
 
-`DeferredNorm` says what is to be computed, `normed_row` computes it inside a kernel, `DeferredNorm.normed` outside of
-one. Equation, types and rounding are those of `modules.kernels.add_norm`.
+`DeferredNorm` says what is to be computed, `add_norm.normed_row` computes it inside a kernel, `DeferredNorm.normed`
+outside of one. Equation, types and rounding are those of `modules.kernels.add_norm`.
 
 Kernels of a chain are launched before the one ahead of them has ended (programmatic dependent launch, CUDA programming
 guide, section 4.5). Each of their programs therefore calls `wait_for_inputs` on every path, before it writes anything
-and before it reads anything but weights:
-then whatever came before, however far, is complete. Since it lets the next kernel
-start only after its own wait, what a kernel finds when it starts is one kernel short of everything: results of the
-kernel before the one ahead ("early" ones) can be read without waiting, past the L1 cache, which may hold what stood
+and before it reads anything but weights: then whatever came before, however far, is complete. Since it lets the next
+kernel start only after its own wait, what a kernel finds when it starts is one kernel short of everything: results of
+the kernel before the one ahead ("early" ones) can be read without waiting, past the L1 cache, which may hold what stood
 there in the last step.
 """
 
@@ -130,45 +129,3 @@ if triton is not None:
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-
-    @triton.jit
-    def normed_row(  # type: ignore[no-untyped-def]
-        partial,  # [rows, HIDDEN_SIZE]
-        residual,  # [rows, HIDDEN_SIZE] float32 or None
-        bias,  # [HIDDEN_SIZE] or None, as the next two
-        norm_weight,
-        norm_bias,
-        new_residual,  # [rows, HIDDEN_SIZE] float32 or None, written if `writes`
-        eps,
-        row,
-        writes,  # whether this program is the one that writes
-        like,  # a pointer of the type that the result is rounded to
-        KIND: tl.constexpr,
-        HIDDEN_SIZE: tl.constexpr,
-        BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
-    ):
-        """Row `row` of the junction, rounded to the type of `like` and widened again: float32 [BLOCK], 0 beyond."""
-        columns = tl.arange(0, BLOCK)
-        inside = columns < HIDDEN_SIZE
-        offsets = row * HIDDEN_SIZE + columns
-        total = tl.load(partial + offsets, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-        if residual is not None:
-            total = tl.load(residual + offsets, mask=inside, other=0.0) + total
-        if norm_weight is not None:
-            scale = tl.load(norm_weight + columns, mask=inside, other=0.0)
-        if norm_bias is not None:
-            shift = tl.load(norm_bias + columns, mask=inside, other=0.0)
-        if new_residual is not None:
-            tl.store(new_residual + offsets, total, mask=inside & writes)
-        normed = total
-        if KIND == "layer":
-            normed = tl.where(inside, total - tl.sum(total, axis=0) / HIDDEN_SIZE, 0.0)
-        if KIND != "none":
-            normed = normed * tl.rsqrt(tl.sum(normed * normed, axis=0) / HIDDEN_SIZE + eps)
-        if norm_weight is not None:
-            normed = normed * scale.to(tl.float32)
-        if norm_bias is not None:
-            normed = normed + shift.to(tl.float32)
-        return normed.to(like.dtype.element_ty).to(tl.float32)

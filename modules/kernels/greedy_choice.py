@@ -13,11 +13,13 @@ softmax (Milakov & Gimelshein 2018).
 import torch
 from torch import Tensor
 
-from modules.kernels.deferred_norm import can_launch, dependent_launch, wait_for_inputs
+from modules.kernels.deferred_norm import can_launch, dependent_launch
 
 try:
     import triton
     import triton.language as tl
+
+    from modules.kernels.deferred_norm import wait_for_inputs
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 

@@ -16,20 +16,13 @@ from torch.nn import functional as F
 
 from modules.kernels.arguments import DTYPES
 from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch
-from modules.kernels.weight_tiles import (
-    Tuning,
-    await_states,
-    bias_rows,
-    check_linear,
-    memory_for_rows,
-    states_of,
-    tuning_for,
-    weight_rows,
-)
+from modules.kernels.weight_tiles import Tuning, check_linear, memory_for_rows, tuning_for
 
 try:
     import triton
     import triton.language as tl
+
+    from modules.kernels.weight_tiles import await_states, bias_rows, states_of, weight_rows
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 

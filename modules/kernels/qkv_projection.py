@@ -31,7 +31,8 @@ try:
     import triton
     import triton.language as tl
 
-    from modules.kernels.deferred_norm import normed_row, wait_for_inputs
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
     from modules.kernels.qkv_tiles import group_ranks, load_pairs, of_kind, tile_place
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None

@@ -34,7 +34,8 @@ try:
     import triton.language as tl
 
     from modules.kernels.activations import activated
-    from modules.kernels.deferred_norm import normed_row, wait_for_inputs
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
     from modules.kernels.weight_tiles import weight_tile
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None

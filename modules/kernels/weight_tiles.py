@@ -12,11 +12,14 @@ from torch import Tensor
 
 from modules.kernels.add_norm import MAX_HIDDEN_SIZE
 from modules.kernels.arguments import DTYPES, MAX_ROWS, Expected, check_tensors
-from modules.kernels.deferred_norm import DeferredNorm, normed_row, num_multiprocessors, wait_for_inputs
+from modules.kernels.deferred_norm import DeferredNorm, num_multiprocessors
 
 try:
     import triton
     import triton.language as tl
+
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
 except ImportError:  # published for Linux on x86-64 only; elsewhere the references serve
     triton = None
 
