@@ -48,8 +48,9 @@ class Tuning:
 
 
 def default_tuning(num_rows: int, num_groups: int, max_seqlen: int, multiprocessors: int) -> Tuning:
-    """By shapes alone: at most four programs a multiprocessor, and no more splits than there can be ranges."""
-    splits = min(4 * multiprocessors // (num_rows * num_groups), MAX_SPLITS, -(-max_seqlen // GRANULE))
+    """By shapes alone: at most two programs a multiprocessor, which leaves registers to the next kernel, and no more
+    splits than there can be ranges."""
+    splits = min(2 * multiprocessors // (num_rows * num_groups), MAX_SPLITS, -(-max_seqlen // GRANULE))
     splits = 1 << (max(1, splits).bit_length() - 1)
     return Tuning(splits, block=32, num_warps=4)
 

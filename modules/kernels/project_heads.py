@@ -4,20 +4,21 @@
     heads[n] = sum_p exp(m_p - m) o_p[n] / sum_p exp(m_p - m) s_p,  m = max_p m_p    (Dao et al. 2023, Flash-Decoding)
 
 parts o [1, N, P, H], maxima m and sums s [1, N, P] float32 (see `SplitHeads`); weight [N * H, D] unit-major: row j is
-what channel j writes; out [1, D] float32. Rows of inactive key-value groups are not read.
-A program combines the parts of
-its own channels only, then adds up their rows and adds the sum to `out` with float32 atomics, in no fixed order; under
-`torch.use_deterministic_algorithms(True)` the programs' sums are added up in order.
+what channel j writes; out [1, D] float32. Rows of inactive key-value groups are not read. A program combines the parts
+of its own channels, multiplies them with its own columns of their rows, the next rows on their way, and adds the sum to
+`out` with float32 atomics, in no fixed order; under `torch.use_deterministic_algorithms(True)` the programs' sums are
+added up in order. Programs are small, so that some start while attention still runs: one program of all columns would
+need every register of a multiprocessor.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from modules.kernels.arguments import DTYPES, check_tensors
 from modules.kernels.deferred_norm import can_launch, dependent_launch, num_multiprocessors
-from modules.kernels.sparse_mlp import Tuning
 from modules.kernels.split_heads import SplitHeads
 
 try:
@@ -25,9 +26,22 @@ try:
     import triton.language as tl
 
     from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.weight_tiles import weight_tile
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel is launched: channels a step of a program, programs a multiprocessor at most."""
+
+    units: int
+    programs_per_sm: int
+
+
+def columns_of(hidden_size: int) -> int:
+    """Columns a program: 8 of each row a thread, so that sums over rows stay inside it."""
+    power = min(1024, hidden_size & -hidden_size)
+    return power if power >= 256 else min(1024, triton.next_power_of_2(hidden_size))
 
 
 def reference_project_heads(heads: SplitHeads, weight: Tensor, active_groups: Tensor | None) -> Tensor:
@@ -53,13 +67,25 @@ if triton is not None:
         return channels
 
     @triton.jit
-    def step_start(place, order, GROUP_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The channel at one place."""
+    def rows_at(  # type: ignore[no-untyped-def]
+        weight,  # [any, HIDDEN_SIZE]
+        place,
+        count,
+        order,
+        columns,
+        UNITS: tl.constexpr,
+        GROUP_WIDTH: tl.constexpr,
+        HIDDEN_SIZE: tl.constexpr,
+    ):
+        """[UNITS, len(columns)]: rows of the active channels at `place` and on, all of one group; unread from `count`
+        on. Else as channels_of, for a single place."""
         start = place
         if order is not None:
             group = tl.sum(tl.where(order == place // GROUP_WIDTH, tl.arange(0, order.shape[0]), 0), axis=0)
             start = group * GROUP_WIDTH + place % GROUP_WIDTH
-        return start
+        offsets = (start + tl.arange(0, UNITS)).to(tl.int64)[:, None] * HIDDEN_SIZE + columns[None, :]
+        mask = (columns < HIDDEN_SIZE)[None, :] & (place < count)
+        return tl.load(weight + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
 
     @triton.jit
     def combined_channels(  # type: ignore[no-untyped-def]
@@ -95,7 +121,7 @@ if triton is not None:
         sums,
         active_groups,  # [NUM_GROUPS] bool or None
         weight,  # [NUM_HEADS * HEAD_DIM, HIDDEN_SIZE]
-        output,  # [HIDDEN_SIZE] float32, added to; [programs, HIDDEN_SIZE], written, if PARTS
+        output,  # [HIDDEN_SIZE] float32, added to; [programs / CHUNKS, HIDDEN_SIZE], written, if PARTS
         NUM_GROUPS: tl.constexpr,
         GROUPS_BLOCK: tl.constexpr,  # rounded up to a power of two, as the other blocks
         GROUP_WIDTH: tl.constexpr,  # channels of a group: queries a group * HEAD_DIM
@@ -103,17 +129,19 @@ if triton is not None:
         SPLITS: tl.constexpr,
         SPLITS_BLOCK: tl.constexpr,
         HIDDEN_SIZE: tl.constexpr,
-        BLOCK: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        CHUNKS: tl.constexpr,  # CHUNKS * COLUMNS cover HIDDEN_SIZE
         UNITS: tl.constexpr,  # channels a step, all of one group
-        STEPS: tl.constexpr,  # steps * programs * UNITS cover all channels
+        STEPS: tl.constexpr,  # steps * programs / CHUNKS * UNITS cover all channels
         STEPS_BLOCK: tl.constexpr,
         PARTS: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """Grid: any number of programs. Step i of a program is channels (program + i * programs) * UNITS and on."""
-        program = tl.program_id(0)
-        stride = tl.num_programs(0) * UNITS
-        units = tl.arange(0, UNITS)
+        """Grid: CHUNKS times any number of lanes. Step i of a lane is channels (lane + i * lanes) * UNITS and on."""
+        lane = tl.program_id(0) // CHUNKS
+        columns = tl.program_id(0) % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < HIDDEN_SIZE
+        stride = tl.num_programs(0) // CHUNKS * UNITS
         count = NUM_GROUPS * GROUP_WIDTH
         order = None
         if active_groups is not None:  # queries were computed by these before heads were: they are early
@@ -122,30 +150,29 @@ if triton is not None:
             chosen = (flags != 0).to(tl.int32)
             order = tl.where(chosen != 0, tl.cumsum(chosen, axis=0) - 1, -1)
             count = tl.sum(chosen, axis=0) * GROUP_WIDTH
-        start = step_start(program * UNITS, order, GROUP_WIDTH)
-        rows = weight_tile(weight, start + units, program * UNITS < count, HIDDEN_SIZE, BLOCK)
+        place = lane * UNITS
+        rows = rows_at(weight, place, count, order, columns, UNITS, GROUP_WIDTH, HIDDEN_SIZE)
+        next_rows = rows
+        if STEPS > 1:
+            next_rows = rows_at(weight, place + stride, count, order, columns, UNITS, GROUP_WIDTH, HIDDEN_SIZE)
         wait_for_inputs(PDL)
         mine = tl.arange(0, STEPS_BLOCK * UNITS)
         own_values = combined_channels(
-            parts, maxima, sums, order, weight, program * UNITS + mine // UNITS * stride + mine % UNITS, count,
+            parts, maxima, sums, order, weight, place + mine // UNITS * stride + mine % UNITS, count,
             GROUP_WIDTH, HEAD_DIM, SPLITS, SPLITS_BLOCK,
         )  # fmt: skip
         by_step = tl.reshape(own_values, (STEPS_BLOCK, UNITS))
         step_indices = tl.arange(0, STEPS_BLOCK)[:, None]
-        columns = tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        total = tl.zeros((COLUMNS,), dtype=tl.float32)
         for step in tl.static_range(STEPS):
-            if step + 1 < STEPS:
-                place = program * UNITS + (step + 1) * stride
-                start = step_start(place, order, GROUP_WIDTH)
-                next_rows = weight_tile(weight, start + units, place < count, HIDDEN_SIZE, BLOCK)
             values = tl.sum(tl.where(step_indices == step, by_step, 0.0), axis=0)
             total += tl.sum(values[:, None] * rows.to(tl.float32), axis=0)
-            if step + 1 < STEPS:
-                rows = next_rows
-        inside = columns < HIDDEN_SIZE
+            rows = next_rows
+            if step + 2 < STEPS:
+                later = place + (step + 2) * stride
+                next_rows = rows_at(weight, later, count, order, columns, UNITS, GROUP_WIDTH, HIDDEN_SIZE)
         if PARTS:
-            tl.store(output + program * HIDDEN_SIZE + columns, total, mask=inside)
+            tl.store(output + lane * HIDDEN_SIZE + columns, total, mask=inside)
         else:
             tl.atomic_add(output + columns, total, mask=inside, sem="relaxed")
 
@@ -180,18 +207,20 @@ def project_heads(
     if triton is None or not can_launch(project_heads_kernel, weight):
         result = reference_project_heads(heads, weight, active_groups)
         return result if output is None else output.add_(result)
-    tuning = tuning or Tuning(units=4, num_warps=8, programs_per_sm=1)
-    num_programs = num_multiprocessors(weight.device) * tuning.programs_per_sm
+    tuning = tuning or Tuning(units=16, programs_per_sm=4)
+    columns = columns_of(hidden_size)
+    chunks = triton.cdiv(hidden_size, columns)
     units = math.gcd(tuning.units, width // num_groups)
-    steps = triton.cdiv(width, num_programs * units)
-    num_programs = triton.cdiv(width, steps * units)  # as even as the steps allow
+    lanes = max(1, num_multiprocessors(weight.device) * tuning.programs_per_sm // chunks)
+    steps = triton.cdiv(width, lanes * units)
+    lanes = triton.cdiv(width, steps * units)  # as even as the steps allow
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
-        target = weight.new_empty((num_programs, hidden_size), dtype=torch.float32)
+        target = weight.new_empty((lanes, hidden_size), dtype=torch.float32)
     else:
         target = weight.new_zeros((1, hidden_size), dtype=torch.float32) if output is None else output
     with torch.cuda.device_of(weight):
-        project_heads_kernel[(num_programs,)](
+        project_heads_kernel[(lanes * chunks,)](
             heads.outputs,
             heads.maxima,
             heads.sums,
@@ -205,13 +234,14 @@ def project_heads(
             SPLITS=splits,
             SPLITS_BLOCK=triton.next_power_of_2(splits),
             HIDDEN_SIZE=hidden_size,
-            BLOCK=triton.next_power_of_2(hidden_size),
+            COLUMNS=columns,
+            CHUNKS=chunks,
             UNITS=units,
             STEPS=steps,
             STEPS_BLOCK=triton.next_power_of_2(steps),
             PARTS=deterministic,
             **dependent_launch(weight),
-            num_warps=tuning.num_warps,
+            num_warps=4,
         )
     if not deterministic:
         return target

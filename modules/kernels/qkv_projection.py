@@ -52,13 +52,13 @@ class Tuning:
 
 def default_tuning(hidden_size: int, head_dim: int, num_rows: int, *, skips: bool = False) -> Tuning:
     """By shapes alone: what keeps most weights on their way without running out of registers. `skips`: where inactive
-    groups are left out, more and smaller programs are faster on an H100."""
-    columns = 8 if 2 < num_rows <= MAX_HELD_ROWS else 16  # of each row, a thread
-    columns = 32 if skips and num_rows == 1 else columns
+    groups are left out, smaller programs share what is left more evenly."""
+    shares = skips and num_rows == 1
+    columns = 32 if shares else 8 if 2 < num_rows <= MAX_HELD_ROWS else 16  # of each row, a thread
     num_warps = min(16, max(1, triton.next_power_of_2(hidden_size) // (32 * columns)))
     half = head_dim // 2
     pairs = min(half & -half, 2 if num_rows == 1 else 1)
-    warps_per_sm = 16 if num_rows <= MAX_HELD_ROWS else 8
+    warps_per_sm = 8 if shares or num_rows > MAX_HELD_ROWS else 16
     return Tuning(pairs, num_warps, max(1, min(8, warps_per_sm // num_warps)))
 
 

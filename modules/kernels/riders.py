@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.kernels.arguments import check_tensors
+from modules.kernels.deferred_norm import num_multiprocessors
 from modules.sparsity import ActiveList
 
 try:
@@ -27,7 +28,7 @@ try:
 except ImportError:  # published for Linux on x86-64 only; elsewhere the references serve
     triton = None
 
-UNIT_TILE = 32
+RANK_BLOCK = 128  # padding a rank to a power of two would waste registers, and so keep the next kernel out
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,12 @@ class UnitRequest:
     threshold: float
     counters: Tensor
     found: ActiveList
+
+    @property
+    def tile(self) -> int:
+        """Neurons a program: two programs a multiprocessor leave registers to the kernel that starts meanwhile."""
+        num_units = len(self.second)
+        return 32 if num_units <= 32 * 2 * num_multiprocessors(self.second.device) else 64
 
     @staticmethod
     def of(inner: Tensor, second: Tensor, bias: Tensor, threshold: float, counters: Tensor) -> "UnitRequest":
@@ -125,7 +132,8 @@ class Requests:
     @property
     def num_programs(self) -> int:
         """Programs that serve them: those for neurons first, one for groups last."""
-        return (0 if self.units is None else -(-len(self.units.second) // UNIT_TILE)) + (self.groups is not None)
+        tiles = 0 if self.units is None else -(-len(self.units.second) // self.units.tile)
+        return tiles + (self.groups is not None)
 
     def in_plain_pytorch(self) -> None:
         """Serve them without a kernel."""
@@ -152,8 +160,8 @@ class Requests:
             "group_flags": None if groups is None else groups.flags.view(torch.uint8),
             "NUM_UNITS": 0 if units is None else len(units.second),
             "UNIT_RANK": 1 if units is None else units.second.shape[1],
-            "UNIT_BLOCK": 1 if units is None else triton.next_power_of_2(units.second.shape[1]),
-            "UNIT_TILE": UNIT_TILE,
+            "UNIT_BLOCK": 1 if units is None else min(RANK_BLOCK, triton.next_power_of_2(units.second.shape[1])),
+            "UNIT_TILE": 1 if units is None else units.tile,
             "GROUPS_SCORED": 1 if groups is None else len(groups.second),
             "GROUPS_SCORED_BLOCK": 1 if groups is None else triton.next_power_of_2(len(groups.second)),
             "GROUPS_KEPT": 0 if groups is None else groups.count,
@@ -175,22 +183,29 @@ if triton is not None:
         indices,  # [NUM_UNITS] int32: its beginning written
         NUM_UNITS: tl.constexpr,
         RANK: tl.constexpr,
-        BLOCK: tl.constexpr,  # RANK rounded up to a power of two
+        BLOCK: tl.constexpr,  # of RANK: what is loaded at once
         TILE: tl.constexpr,
         PDL: tl.constexpr,
     ):
         """Units tile * TILE and on: the active ones into the list, at places reserved with one addition."""
         units = tile * TILE + tl.arange(0, TILE)
-        ranks = tl.arange(0, BLOCK)
         inside = units < NUM_UNITS
-        offsets = units[:, None] * RANK + ranks[None, :]
-        weights = tl.load(
-            second + offsets, mask=inside[:, None] & (ranks < RANK)[None, :], other=0.0, eviction_policy="evict_first"
-        )
+        columns = tl.arange(0, BLOCK)
+        weights = ()
+        for first in tl.static_range(0, RANK, BLOCK):
+            ranks = first + columns
+            place = second + units[:, None] * RANK + ranks[None, :]
+            mask = inside[:, None] & (ranks < RANK)[None, :]
+            piece = tl.load(place, mask=mask, other=0.0, eviction_policy="evict_first")
+            weights += (piece,)  # type: ignore[assignment]
         shift = tl.load(bias + units, mask=inside, other=0.0).to(tl.float32)
         wait_for_inputs(PDL)
-        states = tl.load(inner + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
-        scores = tl.sum(weights.to(tl.float32) * states[None, :], axis=1) + shift
+        products = tl.zeros((TILE, BLOCK), dtype=tl.float32)
+        for first in tl.static_range(0, RANK, BLOCK):
+            ranks = first + columns
+            states = tl.load(inner + ranks, mask=ranks < RANK, other=0.0).to(tl.float32)
+            products += weights[first // BLOCK].to(tl.float32) * states[None, :]
+        scores = tl.sum(products, axis=1) + shift
         scores = scores.to(second.dtype.element_ty).to(tl.float32)
         active = (inside & (scores >= threshold)).to(tl.int32)
         count = tl.sum(active, axis=0)

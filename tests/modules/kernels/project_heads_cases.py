@@ -5,14 +5,14 @@ from typing import Any
 import torch
 
 from modules.kernels.decode_attention import SplitHeads
-from modules.kernels.project_heads import project_heads
-from modules.kernels.sparse_mlp import Tuning
+from modules.kernels.project_heads import Tuning, project_heads
 
 # heads, groups, head_dim, splits, hidden size, active groups (None: no flags), tuning
 SMALL_CASES = [
-    (3, 3, 16, 5, 50, None, Tuning(4, 2, 2)),
-    (6, 3, 10, 1, 131, (0, 2), Tuning(4, 2, 1)),
+    (3, 3, 16, 5, 50, None, Tuning(4, 1)),
+    (6, 3, 10, 1, 131, (0, 2), Tuning(2, 3)),
     (4, 2, 16, 16, 48, (), None),
+    (4, 4, 32, 3, 768, (1, 2, 3), None),  # several chunks of columns
 ]
 
 
