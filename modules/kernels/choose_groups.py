@@ -23,10 +23,6 @@ from modules.kernels.weight_tiles import check_linear
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.add_norm import normed_row
-    from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.weight_tiles import weight_rows
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -47,6 +43,9 @@ def reference_choose_groups(
 
 
 if triton is not None:
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.weight_tiles import weight_rows
 
     @triton.jit
     def group_columns(  # type: ignore[no-untyped-def]

@@ -28,9 +28,6 @@ from modules.kernels.split_heads import SplitHeads, reference_attend
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.riders import serve_groups, serve_units
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -56,6 +53,8 @@ def default_tuning(num_rows: int, num_groups: int, max_seqlen: int, multiprocess
 
 
 if triton is not None:
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.riders import serve_groups, serve_units
 
     @triton.jit
     def load_positions(  # type: ignore[no-untyped-def]

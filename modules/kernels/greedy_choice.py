@@ -18,8 +18,6 @@ from modules.kernels.deferred_norm import can_launch, dependent_launch
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.deferred_norm import wait_for_inputs
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -37,6 +35,7 @@ def reference_greedy_choice(logits: Tensor) -> Tensor:
 
 
 if triton is not None:
+    from modules.kernels.deferred_norm import wait_for_inputs
 
     @triton.jit
     def largest_of(values, indices):  # type: ignore[no-untyped-def]

@@ -21,8 +21,6 @@ from modules.kernels.weight_tiles import Tuning, check_linear, memory_for_rows, 
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.weight_tiles import await_states, bias_rows, states_of, weight_rows
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -36,6 +34,7 @@ def reference_norm_linear(
 
 
 if triton is not None:
+    from modules.kernels.weight_tiles import await_states, bias_rows, states_of, weight_rows
 
     @triton.jit
     def norm_linear_kernel(  # type: ignore[no-untyped-def]

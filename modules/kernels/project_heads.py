@@ -24,8 +24,6 @@ from modules.kernels.split_heads import SplitHeads
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.deferred_norm import wait_for_inputs
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -54,6 +52,7 @@ def reference_project_heads(heads: SplitHeads, weight: Tensor, active_groups: Te
 
 
 if triton is not None:
+    from modules.kernels.deferred_norm import wait_for_inputs
 
     @triton.jit
     def channels_of(places, order, GROUP_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -207,7 +206,7 @@ def project_heads(
     if triton is None or not can_launch(project_heads_kernel, weight):
         result = reference_project_heads(heads, weight, active_groups)
         return result if output is None else output.add_(result)
-    tuning = tuning or Tuning(units=16, programs_per_sm=4)
+    tuning = tuning or Tuning(units=32 // weight.itemsize, programs_per_sm=4)
     columns = columns_of(hidden_size)
     chunks = triton.cdiv(hidden_size, columns)
     units = math.gcd(tuning.units, width // num_groups)

@@ -30,10 +30,6 @@ from modules.positions import apply_rotary
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.add_norm import normed_row
-    from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.qkv_tiles import group_ranks, load_pairs, of_kind, tile_place
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -92,6 +88,9 @@ def reference_project_qkv(
 
 
 if triton is not None:
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.qkv_tiles import group_ranks, load_pairs, of_kind, tile_place
 
     @triton.jit
     def qkv_projection_kernel(  # type: ignore[no-untyped-def]

@@ -23,8 +23,6 @@ from modules.sparsity import ActiveList
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.deferred_norm import wait_for_inputs
 except ImportError:  # published for Linux on x86-64 only; elsewhere the references serve
     triton = None
 
@@ -171,6 +169,7 @@ class Requests:
 
 
 if triton is not None:
+    from modules.kernels.deferred_norm import wait_for_inputs
 
     @triton.jit
     def serve_units(  # type: ignore[no-untyped-def]

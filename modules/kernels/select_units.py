@@ -27,9 +27,6 @@ from modules.sparsity import ActiveList
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.activations import activated
-    from modules.kernels.weight_tiles import await_states, bias_rows, states_of, weight_rows
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -65,6 +62,8 @@ def reference_select_units(
 
 
 if triton is not None:
+    from modules.kernels.activations import activated
+    from modules.kernels.weight_tiles import await_states, bias_rows, states_of, weight_rows
 
     @triton.jit
     def select_units_kernel(  # type: ignore[no-untyped-def]

@@ -32,11 +32,6 @@ from modules.sparsity import ActiveList, StandIn
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.activations import activated
-    from modules.kernels.add_norm import normed_row
-    from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.weight_tiles import weight_tile
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -52,6 +47,10 @@ class Tuning:
 
 
 if triton is not None:
+    from modules.kernels.activations import activated
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.weight_tiles import weight_tile
 
     @triton.jit
     def sum_pairs(first, second, more_first, more_second):  # type: ignore[no-untyped-def]
@@ -206,9 +205,9 @@ if triton is not None:
                 inner = tl.sum(in_rows.to(tl.float32) * x.to(tl.float32), axis=1)
                 written = inner[:, None] * out_rows.to(tl.float32)
                 total += tl.sum(written, axis=0)[None, :] if ROWS == 1 else written
-        if standin_bias is not None:  # noqa: SIM102 - the outer one is settled when it compiles
-            if program == 0:
-                total += tl.load(standin_bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if standin_bias is not None:
+            shifts = tl.load(standin_bias + columns, mask=inside & (program == 0), other=0.0)
+            total += shifts.to(tl.float32)[None, :]
 
         offsets = row_indices[:, None] * HIDDEN_SIZE + columns[None, :]
         mask = (row_indices < rows)[:, None] & inside[None, :]
@@ -218,11 +217,11 @@ if triton is not None:
             tl.atomic_add(output + offsets, total, mask=mask, sem="relaxed")
 
 
-def tuning_of(hidden_size: int, rows: int) -> Tuning:
+def tuning_of(weight: Tensor, rows: int) -> Tuning:
     """What was fastest in whole steps, on an H100 and an H200."""
     if rows > 1:
         return Tuning(units=1, num_warps=8 if rows <= 2 else 16, programs_per_sm=2 if rows <= 2 else 1)
-    if hidden_size < 4096:
+    if weight.shape[1] * weight.itemsize <= 6144:
         return Tuning(units=2, num_warps=4, programs_per_sm=2)
     return Tuning(units=1, num_warps=8, programs_per_sm=2)
 
@@ -256,17 +255,15 @@ def sparse_mlp(
             rider.in_plain_pytorch(states.normed())
         return result if output is None else output.add_(result)
     rows, hidden_size = states.partial.shape
-    tuning = tuning or tuning_of(hidden_size, rows)
+    tuning = tuning or tuning_of(up, rows)
     if rows > 1:  # several rows do not fit into a prologue: normed once, by a kernel of its own
         states = DeferredNorm.plain(states.normed())
     num_programs = num_multiprocessors(up.device) * tuning.programs_per_sm
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic:
         target = up.new_empty((num_programs, rows, hidden_size), dtype=torch.float32)
-    elif output is None:
-        target = up.new_zeros((rows, hidden_size), dtype=torch.float32)
     else:
-        target = output
+        target = up.new_zeros((rows, hidden_size), dtype=torch.float32) if output is None else output
     known_gates = active is not None and active.gate_values is not None
     arguments: dict[str, Any] = {
         **states.kernel_arguments(),

@@ -14,8 +14,6 @@ from modules.kernels.activations import ACTIVATION_FUNCTIONS
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.activations import activated
 except ImportError:  # published for Linux on x86-64 only; elsewhere the references serve
     triton = None
 
@@ -49,6 +47,7 @@ def kept_entries(values: Tensor, threshold: float) -> Tensor:
 
 
 if triton is not None:
+    from modules.kernels.activations import activated
 
     @triton.jit
     def row_statistics(  # type: ignore[no-untyped-def]

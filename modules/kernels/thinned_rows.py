@@ -29,9 +29,6 @@ from modules.kernels.thinned_entries import Activations, kept_entries
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.thinned_entries import entry_parts, finished_entries, row_statistics
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
@@ -45,6 +42,8 @@ def reference_thinned_rows(values: Tensor, weight: Tensor, threshold: float) -> 
 
 
 if triton is not None:
+    from modules.kernels.deferred_norm import wait_for_inputs
+    from modules.kernels.thinned_entries import entry_parts, finished_entries, row_statistics
 
     @triton.jit
     def thinned_rows_kernel(  # type: ignore[no-untyped-def]

@@ -17,9 +17,6 @@ from modules.kernels.deferred_norm import DeferredNorm, num_multiprocessors
 try:
     import triton
     import triton.language as tl
-
-    from modules.kernels.add_norm import normed_row
-    from modules.kernels.deferred_norm import wait_for_inputs
 except ImportError:  # published for Linux on x86-64 only; elsewhere the references serve
     triton = None
 
@@ -76,6 +73,8 @@ def tuning_of_shape(rows: int, num_outputs: int, hidden_size: int, itemsize: int
 
 
 if triton is not None:
+    from modules.kernels.add_norm import normed_row
+    from modules.kernels.deferred_norm import wait_for_inputs
 
     @triton.jit
     def weight_tile(  # type: ignore[no-untyped-def]
