@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from modules.forward_pass import ForwardPass
-from modules.kernels.arguments import MAX_QUERIES_PER_GROUP
+from modules.kernels.arguments import DTYPES, MAX_QUERIES_PER_GROUP
 from modules.kernels.deferred_norm import DeferredNorm, triton
 from modules.kernels.norm_linear import norm_linear
 from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
@@ -29,7 +29,6 @@ from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionCont
 if TYPE_CHECKING:
     from modules.decoder import Decoder
 
-DTYPES = (torch.bfloat16, torch.float16)
 Choice = ActiveList | ActiveSet | None  # None: dense
 
 
@@ -89,7 +88,7 @@ def choose(selector: Selector, source: DeferredNorm, context: SelectionContext, 
 
 
 def can_fuse(model: Decoder) -> bool:
-    """Whether decode steps run in fused kernels: pre-norm models of half precision, whole on one GPU."""
+    """Whether decode steps run in fused kernels: pre-norm models of any type but float64, whole on one GPU."""
     whole = model.links is None and not model.shards and model.add_norm is add_norm
     on_gpu = triton is not None and model.device.type == "cuda" and model.dtype in DTYPES
     fits = model.config.pre_norm and model.config.queries_per_group <= MAX_QUERIES_PER_GROUP

@@ -123,6 +123,22 @@ def test_decoding_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     assert not (tmp_path / "decode.jsonl").exists()
 
 
+def test_a_sparse_random_model_is_checked_in_float32_whatever_is_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, looked_at = measure_achieved, []
+
+    def spoiled(model: Any, *arguments: Any) -> Any:
+        found = real(model, *arguments)
+        looked_at.append((model.dtype, len(model.layers)))
+        return replace(found, logprobs=[[value + 0.02 for value in row] for row in found.logprobs])
+
+    monkeypatch.setattr("scripts.benchmark.decoding_check.measure_achieved", spoiled)
+    with pytest.raises(ValueError, match=r"differ by .* \(allowed 0.01\)"):
+        decode(tmp_path, method="predictor", dtype="bfloat16")
+    assert looked_at == [(torch.float32, 2)]
+
+
 def test_limits_hold_the_mean_narrowly_and_refuse_nan() -> None:
     limits = Limits.of(torch.bfloat16, sparse=True)
     assert limits.check([-1.0, -2.0, -3.0], [-1.0, -2.0, -3.5], "x") == (0.5, pytest.approx(0.5 / 3))
