@@ -194,16 +194,11 @@ class DecodeGraphs:
         """One token for each of the first rows; None where no head is. `ahead`: all rows will probably go on, so the
         step after this one may start at once."""
         num_rows, (running, self._ahead) = len(inputs.token_ids), (self._ahead, None)
-        message: HostCopy | None
+        is_used = running is not None and running.inputs == inputs
         if running is not None:
-            self.steps_ahead["used" if running.inputs == inputs else "discarded"] += 1
-        if running is not None and running.inputs == inputs:
-            step, message = running.step, running.message
-        else:
-            step = self.prepare(num_rows, samples=any(options.temperature for options in inputs.sampling))
-            host = inputs.packed(step.inputs.shape[1])
-            step.inputs.copy_(host.pin_memory() if step.inputs.is_cuda else host, non_blocking=True)
-            message = self._replay(step)
+            self.steps_ahead["used" if is_used else "discarded"] += 1
+        step = running.step if running is not None and is_used else self.filled(inputs)
+        message = running.message if running is not None and is_used else self._replay(step)
         outputs, following = step.outputs, None
         # The next position of every row must be there: what lies beyond the cache cannot be written harmlessly.
         if ahead and self.chooses and max(inputs.lengths) + 1 < self.cache.max_seqlen:
@@ -213,11 +208,17 @@ class DecodeGraphs:
             outputs.counts.add_to(self.model.stats, facts[3:], num_rows)
         if message is None or outputs.logits is None:
             return None
-        chosen, logprobs, finite = facts[:3].tolist()
-        token_ids = [int(token_id) for token_id in chosen]
+        token_ids, logprobs, finite = facts[0].long().tolist(), facts[1].tolist(), facts[2].bool().tolist()
         if following is not None:
             self._ahead = StepAhead(step, inputs.followed_by(token_ids), following)
-        return StepResult(token_ids, logprobs, [bool(good) for good in finite], outputs.logits[:num_rows])
+        return StepResult(token_ids, logprobs, finite, outputs.logits[:num_rows])
+
+    def filled(self, inputs: StepInputs) -> CapturedStep:
+        """The graph for these inputs, which it holds now."""
+        step = self.prepare(len(inputs.token_ids), samples=any(options.temperature for options in inputs.sampling))
+        host = inputs.packed(step.inputs.shape[1])
+        step.inputs.copy_(host.pin_memory() if step.inputs.is_cuda else host, non_blocking=True)
+        return step
 
     def _replay(self, step: CapturedStep) -> HostCopy | None:
         """Start a step with what its inputs hold: where its facts will be, None where no head is."""

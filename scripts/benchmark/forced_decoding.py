@@ -16,7 +16,7 @@ from modules.decoder import Decoder
 from modules.generation import decode_one_token
 from modules.kv_cache import KVCache
 from modules.sampling import SamplingParams
-from modules.scoring import Likelihood, Window, chosen_logprobs
+from modules.scoring import Likelihood, Window, chosen_logprobs, pad_right
 
 # One token [B] for each of the first rows, behind so many cached -> logits [B, V] of the next.
 Step = Callable[[list[int], int], Tensor]
@@ -42,11 +42,13 @@ def forced_likelihood(model: Decoder, windows: Iterable[Window], *, batch_size: 
 def _batch_likelihood(step: Step, batch: list[Window], device: torch.device) -> Likelihood:
     """Of windows that run together, the longest first: a row that ends is the last one."""
     nll_sum = torch.zeros((), dtype=torch.float64, device=device)
+    # All that a step needs is on the device beforehand, and none of its results is read: the host runs ahead.
+    text, _ = pad_right([piece.token_ids for piece in batch], device)
+    context = torch.tensor([piece.num_context for piece in batch], device=device)
     for place in range(len(batch[0].token_ids) - 1):
         rows = [piece for piece in batch if place + 1 < len(piece.token_ids)]
         logits = step([piece.token_ids[place] for piece in rows], place)
-        targets = torch.tensor([piece.token_ids[place + 1] for piece in rows], device=device)
-        counted = torch.tensor([place + 1 >= piece.num_context for piece in rows], device=device)
+        targets, counted = text[: len(rows), place + 1], context[: len(rows)] <= place + 1
         nll_sum -= chosen_logprobs(logits, targets).double().masked_fill(~counted, 0.0).sum()
     if not bool(nll_sum.isfinite()):
         raise ValueError("logits of a decode step are not finite (NaN or inf), or a token of the text is impossible")
@@ -58,9 +60,10 @@ def graph_step(graphs: DecodeGraphs) -> Step:
 
     def step(token_ids: list[int], length: int) -> Tensor:
         count = len(token_ids)
-        result = graphs.run(StepInputs(token_ids, [length] * count, [1] * count, [SamplingParams()] * count))
-        assert result is not None, "the head is elsewhere"
-        return result.logits
+        captured = graphs.filled(StepInputs(token_ids, [length] * count, [1] * count, [SamplingParams()] * count))
+        captured.replay()
+        assert captured.outputs.logits is not None, "the head is elsewhere"
+        return captured.outputs.logits[:count]
 
     return step
 
