@@ -1,0 +1,298 @@
+"""The residual junction of a tensor-parallel model in one kernel: add up what the ranks hold, and normalise the stream.
+
+    new_residual[t] = residual[t] + (sum over ranks r of float32(partial_r[t]) + bias)
+    hidden[t] = norm(new_residual[t]) * weight + norm_bias               (norm: rms, layer or none, as in add_norm)
+
+Legend: W ranks, T tokens, D hidden. partial_r [T, D] and hidden [T, D] bfloat16 or float16, in symmetric memory
+(workspace.py); residual, new_residual [T or this rank's rows, D] float32; weight, norm_bias, bias [D] float32, bfloat16
+or float16; D a multiple of 8 up to 16384; all contiguous.
+
+- one-shot, for few tokens: every rank adds up all rows itself and keeps the whole residual. One barrier, at entry.
+- two-shot: rank r owns rows [r * ceil(T / W), (r + 1) * ceil(T / W)): it adds up those, keeps their residual,
+  normalises them and stores hidden to all ranks. A barrier at entry and one at exit.
+
+Transports: peer to peer, or multimem (two-shot only, sm_90 and later, where NVLink has multicast), in which the switch
+adds up a load over all ranks and hands a store to all of them.
+
+Rounding: each half-block's partial sum is rounded once to the workspace's type, by whoever writes it. Peer to peer they
+are added in float32 in order of ranks. multimem adds in float32 in an order that is not stated and rounds that sum once
+more to the workspace's type (in float16 it may overflow). Statistics are float32; hidden is rounded once, at the end.
+Every rank has the same hidden, bit for bit: in two-shot it was computed once; in one-shot the order of the sum is the
+same everywhere, which is why that one is always peer to peer.
+
+What keeps a fast rank from overwriting what a slow one still reads: a call's entry barrier is passed only when every
+rank has come to that call, so each has finished the call before and whatever stood between them in its stream. The
+next sum goes to the other of the two partials, and hidden is written behind the barrier. Two consecutive calls must
+therefore not share one of the partials. The turn is kept on the host, where a replayed CUDA graph does not reach it:
+whoever captures calls starts with `begin`, and starts with `begin` again what follows a replay (each forward, say).
+
+After T. Gond et al. 2025, TokenWeave (arXiv 2505.11329); kernels of our own.
+"""
+
+import torch
+from torch import Tensor
+
+from modules.kernels.add_norm import DTYPES, KINDS, reference_add_norm
+from modules.kernels.arguments import check_tensors
+from pipeline_parallel.kernels.workspace import Workspace, check_num_tokens
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # published for Linux on x86-64 only; elsewhere the reference is all there is
+    triton = None
+
+STRATEGIES = ("one-shot", "two-shot")
+ELEMENTS_PER_THREAD = 8  # 16 bytes of each peer under way at once
+# All programs run at once, as they must where they wait for each other: with at most 64 registers a thread, a
+# multiprocessor holds 32 warps, and an H100 or H200 has 132 of them.
+MAX_REGISTERS = 64
+MAX_WARPS = 32 * 128
+MAX_PROGRAMS = 256
+BEGIN_TAG = 2**31 - 1  # that of a call is 2 * T + 1 or 2 * T + 2
+
+
+def reference_all_reduce_norm(
+    partials: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    bias: Tensor | None,
+    *,
+    kind: str,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(hidden, new_residual) of all T rows from all ranks' partials [W, T, D]: plain PyTorch, peer-to-peer rounding."""
+    total = partials[0].float()
+    for partial in partials[1:]:
+        total = total + partial.float()
+    return reference_add_norm(total, residual, weight, norm_bias, bias, kind=kind, eps=eps, out_dtype=partials.dtype)
+
+
+def owned_rows(num_tokens: int, rank: int, world_size: int) -> range:
+    """The rows whose residual a rank keeps in two-shot: equal blocks, of which the last may be short or empty."""
+    rows = -(-num_tokens // world_size)
+    return range(min(rank * rows, num_tokens), min((rank + 1) * rows, num_tokens))
+
+
+def launch_shape(num_tokens: int, hidden_size: int, world_size: int, strategy: str) -> tuple[int, int]:
+    """(programs, warps of each), the same on all ranks, as barriers need: of nothing but these four values."""
+    block = 1 << (hidden_size - 1).bit_length()
+    num_warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
+    rows = num_tokens if strategy == "one-shot" else -(-num_tokens // world_size)
+    return max(1, min(rows, MAX_PROGRAMS, MAX_WARPS // num_warps)), num_warps
+
+
+if triton is not None:
+    from pipeline_parallel.kernels.barrier import barrier, barrier_kernel, signal, wait
+    from pipeline_parallel.kernels.multimem import load_sum, store_to_all
+
+    @triton.jit
+    def pointers_of(table, like, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """A tuple of the addresses in `table`, as pointers of the type of `like`."""
+        pointers = ()
+        for rank in tl.static_range(WORLD_SIZE):
+            pointer = tl.load(table + rank).to(like.dtype)
+            # A number tells nothing of its alignment, and without that a load takes 2 bytes at a time.
+            pointers = pointers + (tl.multiple_of(pointer, 16),)  # type: ignore[assignment]
+        return pointers
+
+    @triton.jit(do_not_specialize=["first_partial_row", "first_hidden_row", "num_rows", "rank", "tag"])
+    def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
+        partial_pointers,  # int64 [WORLD_SIZE], as the next two
+        hidden_pointers,
+        signal_pointers,
+        multicast_partials,  # addresses, or 0 peer to peer
+        multicast_hidden,
+        hidden,  # [T, D], this rank's
+        residual,  # [rows of this rank, D] float32 or None
+        weight,  # [D] or None, as the next two
+        norm_bias,
+        bias,
+        new_residual,  # [rows of this rank, D] float32, written
+        eps,
+        first_partial_row,  # this rank's first row in `partials` and in `hidden`
+        first_hidden_row,
+        num_rows,  # of this rank
+        rank,
+        tag,
+        HIDDEN_SIZE: tl.constexpr,
+        BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
+        KIND: tl.constexpr,
+        WORLD_SIZE: tl.constexpr,
+        TWO_SHOT: tl.constexpr,
+        TRANSPORT: tl.constexpr,  # "p2p" or "multimem"
+        SIGNALS: tl.constexpr,  # as in barrier
+    ):
+        """Grid: any number of programs, the same on all ranks; program i takes rows i, i + programs, ... of a rank."""
+        # The signal goes out first: it says that the kernels before this one are done, the writer of the partials too.
+        signalled = signal(signal_pointers, tl.program_id(0), rank, tag, WORLD_SIZE, SIGNALS)
+        program = tl.program_id(0).to(tl.int64)
+        stride = tl.num_programs(0)
+        columns = tl.arange(0, BLOCK)
+        # Registers do not suffice to hold them so long where rows or ranks are many.
+        VECTORS_FIRST: tl.constexpr = BLOCK <= 8192 and WORLD_SIZE <= 4
+        sources = pointers_of(partial_pointers, hidden, WORLD_SIZE)
+        targets = pointers_of(hidden_pointers, hidden, WORLD_SIZE)
+        # At least once, also where there is no row left: every program takes part in the barriers.
+        for row in range(program, tl.maximum(num_rows, program + 1), stride):
+            exists = row < num_rows
+            inside = (columns < HIDDEN_SIZE) & exists
+            # What comes from no peer is asked for before the wait, which hides its latency where tokens are few.
+            kept = row * HIDDEN_SIZE
+            if residual is not None:
+                stream = tl.load(residual + kept + columns, mask=inside, other=0.0)
+            if VECTORS_FIRST and bias is not None:
+                offset = tl.load(bias + columns, mask=inside, other=0.0)
+            if VECTORS_FIRST and weight is not None:
+                scale = tl.load(weight + columns, mask=inside, other=0.0)
+            if VECTORS_FIRST and norm_bias is not None:
+                shift = tl.load(norm_bias + columns, mask=inside, other=0.0)
+            if row == program:
+                wait(signal_pointers, tl.program_id(0), rank, tag, signalled, WORLD_SIZE, SIGNALS)
+            source = (first_partial_row + row) * HIDDEN_SIZE
+            if TRANSPORT == "multimem":
+                total = load_sum(multicast_partials + source * 2, exists, hidden, HIDDEN_SIZE, BLOCK)
+            else:
+                total = tl.load(sources[0] + source + columns, mask=inside, other=0.0).to(tl.float32)
+                for peer in tl.static_range(1, WORLD_SIZE):
+                    total += tl.load(sources[peer] + source + columns, mask=inside, other=0.0).to(tl.float32)
+            if bias is not None:
+                if not VECTORS_FIRST:
+                    offset = tl.load(bias + columns, mask=inside, other=0.0)
+                total += offset.to(tl.float32)
+            if residual is not None:
+                total = stream + total
+            normed = total
+            if KIND == "layer":
+                normed = tl.where(inside, total - tl.sum(total, axis=0) / HIDDEN_SIZE, 0.0)
+            if KIND != "none":
+                normed = normed * tl.rsqrt(tl.sum(normed * normed, axis=0) / HIDDEN_SIZE + eps)
+            if weight is not None:
+                if not VECTORS_FIRST:
+                    scale = tl.load(weight + columns, mask=inside, other=0.0)
+                normed = normed * scale.to(tl.float32)
+            if norm_bias is not None:
+                if not VECTORS_FIRST:
+                    shift = tl.load(norm_bias + columns, mask=inside, other=0.0)
+                normed = normed + shift.to(tl.float32)
+            rounded = normed.to(hidden.dtype.element_ty)
+            place = (first_hidden_row + row) * HIDDEN_SIZE
+            if not TWO_SHOT:
+                tl.store(hidden + place + columns, rounded, mask=inside)
+            elif TRANSPORT == "multimem":
+                store_to_all(multicast_hidden + place * 2, rounded, exists, HIDDEN_SIZE, BLOCK)
+            else:
+                for peer in tl.static_range(WORLD_SIZE):
+                    tl.store(targets[peer] + place + columns, rounded, mask=inside)
+            tl.store(new_residual + kept + columns, total, mask=inside)  # last: nobody waits for it
+        if TWO_SHOT:
+            barrier(signal_pointers, tl.program_id(0), rank, tag, WORLD_SIZE, SIGNALS)
+
+
+def all_reduce_norm(
+    workspace: Workspace,
+    num_tokens: int,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    bias: Tensor | None,
+    *,
+    kind: str,
+    eps: float,
+    strategy: str,
+) -> tuple[Tensor, Tensor]:
+    """(hidden, new_residual) of the equation above (a collective call: T, strategy and options the same on all ranks).
+
+    The partial sums are what `workspace.partial(num_tokens)` held on each rank. hidden [T, D] lies in symmetric memory
+    and is good until the next call; new_residual is fresh: all T rows in one-shot, `owned_rows` in two-shot, of which
+    `residual` has as many. ValueError on an argument that does not fit. Nothing here waits for the device or tunes
+    itself: a CUDA graph can hold it, if what is captured starts with `begin`. Ranks that differ in T or strategy are a
+    CUDA error, not a hang.
+    """
+    for name, value, allowed in (("kind", kind, KINDS), ("strategy", strategy, STRATEGIES)):
+        if value not in allowed:
+            raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    check_num_tokens(num_tokens, workspace.max_tokens)
+    two_shot = strategy == "two-shot"
+    rows = owned_rows(num_tokens, workspace.rank, workspace.world_size) if two_shot else range(num_tokens)
+    hidden_size = workspace.hidden_size
+    vector = (hidden_size,)
+    check_tensors(
+        {
+            "residual": (residual, (len(rows), hidden_size), (torch.float32,)),
+            "weight": (weight, vector, DTYPES),
+            "norm_bias": (norm_bias, vector, DTYPES),
+            "bias": (bias, vector, DTYPES),
+        },
+        workspace.device,
+    )
+    programs, num_warps = launch_shape(num_tokens, hidden_size, workspace.world_size, strategy)
+    check_launch(programs, workspace)
+    new_residual = torch.empty(len(rows), hidden_size, dtype=torch.float32, device=workspace.device)
+    if kind == "none":
+        weight = norm_bias = None
+    multicast = workspace.multicast_address if two_shot else 0
+    hidden_start = workspace.partials.numel() * workspace.partials.itemsize
+    with torch.cuda.device_of(workspace.hidden):
+        all_reduce_norm_kernel[(programs,)](
+            workspace.partial_pointers,
+            workspace.hidden_pointers,
+            workspace.signal_pointers,
+            multicast,
+            multicast + hidden_start if multicast else 0,
+            workspace.hidden,
+            residual,
+            weight,
+            norm_bias,
+            bias,
+            new_residual,
+            eps,
+            workspace.turn * workspace.max_tokens + rows.start,
+            rows.start,
+            len(rows),
+            workspace.rank,
+            2 * num_tokens + (2 if two_shot else 1),
+            HIDDEN_SIZE=hidden_size,
+            BLOCK=triton.next_power_of_2(hidden_size),
+            KIND=kind,
+            WORLD_SIZE=workspace.world_size,
+            TWO_SHOT=two_shot,
+            TRANSPORT="multimem" if multicast else "p2p",
+            SIGNALS=not is_interpreted(),
+            num_warps=num_warps,
+            maxnreg=MAX_REGISTERS,
+        )
+    workspace.turn = 1 - workspace.turn
+    return workspace.hidden[:num_tokens], new_residual
+
+
+def begin(workspace: Workspace) -> None:
+    """Wait until every rank has come here, on the device; the next call reads the first of the two partials.
+
+    A collective call, with which a CUDA graph that holds all_reduce_norm begins, and so does whatever follows a replay.
+    """
+    check_launch(1, workspace)
+    with torch.cuda.device_of(workspace.hidden):
+        barrier_kernel[(1,)](
+            workspace.signal_pointers,
+            workspace.rank,
+            BEGIN_TAG,
+            WORLD_SIZE=workspace.world_size,
+            SIGNALS=not is_interpreted(),
+        )
+    workspace.turn = 0
+
+
+def check_launch(programs: int, workspace: Workspace) -> None:
+    """ValueError where the kernels cannot run, or not so many programs on the workspace's signal pads."""
+    if triton is None:
+        raise ValueError("triton is not installed: nothing can reduce through symmetric memory")
+    if workspace.device.type != "cuda" and not is_interpreted():
+        raise ValueError(f"the workspace is on {workspace.device}: there the kernel runs under TRITON_INTERPRET=1 only")
+    workspace.check_programs(programs)
+
+
+def is_interpreted() -> bool:
+    """Settled when the kernel was decorated, not by today's value of the variable."""
+    return not isinstance(all_reduce_norm_kernel, triton.JITFunction)

@@ -1,0 +1,221 @@
+"""Symmetric memory of one tensor-parallel group: what all_reduce_norm reads its partial sums from and writes to.
+
+Each of the W ranks holds one buffer of the same layout, mapped into all of them over NVLink:
+
+    partials [2, max_tokens, D]   what this rank adds to the sum; the two take turns
+    hidden   [max_tokens, D]      the normalised result
+
+both bfloat16 or float16, with a signal pad of int32 zeros (barrier.py). Addresses are device tables int64 [W]; where
+every rank has NVLink multicast there is one more address, at which a load adds up all the buffers and a store reaches
+all of them ("multimem"); elsewhere ranks load and store at each other ("p2p").
+
+A workspace, its pad included, belongs to one group and to one stream at a time: two streams that may run at once take
+a workspace each. Nothing but the order of a stream and the barriers protects it (all_reduce_norm.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HIDDEN_SIZE = 16384
+HIDDEN_SIZE_STEP = 8  # elements in 16 bytes, which are moved as one
+MAX_RANKS = 8  # of one host's NVLink; a barrier takes a thread a rank
+NUM_PARTIALS = 2
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+@dataclass(kw_only=True)
+class Workspace:
+    """One rank's view of the group's symmetric memory."""
+
+    rank: int
+    world_size: int
+    partials: Tensor
+    """[2, max_tokens, D], this rank's."""
+    hidden: Tensor
+    """[max_tokens, D], this rank's; it follows `partials` in the same buffer."""
+    partial_pointers: Tensor
+    """int64 [W]: the address of every rank's `partials`."""
+    hidden_pointers: Tensor
+    """int64 [W]: the address of every rank's `hidden`."""
+    signal_pointers: Tensor
+    """int64 [W]: the address of every rank's signal pad."""
+    signal_pad: Tensor
+    """int32, this rank's: zeros whenever no call is under way."""
+    multicast_address: int = 0
+    """Where all buffers answer at once, or 0."""
+    handle: Any = field(default=None, repr=False)
+    """What keeps the peers' memory mapped."""
+    turn: int = 0
+    """Which of the two partials the next call reads."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.hidden.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def signal_pad_bytes(self) -> int:
+        return self.signal_pad.numel() * self.signal_pad.itemsize
+
+    @property
+    def transport(self) -> str:
+        return "multimem" if self.multicast_address else "p2p"
+
+    def partial(self, num_tokens: int) -> Tensor:
+        """[num_tokens, D]: where this rank's part of the next sum is to be written. ValueError if it is too much."""
+        check_num_tokens(num_tokens, self.max_tokens)
+        return self.partials[self.turn, :num_tokens]
+
+    def check_programs(self, programs: int) -> None:
+        """ValueError if the signal pads have no room for so many programs."""
+        needed = programs * self.world_size * self.signal_pad.itemsize
+        if needed > self.signal_pad_bytes:
+            raise ValueError(
+                f"{programs} programs on {self.world_size} ranks need a signal pad of {needed} bytes, this one has "
+                f"{self.signal_pad_bytes} (torch.distributed._symmetric_memory.set_signal_pad_size, before the "
+                "workspace is created)"
+            )
+
+
+def create_workspace(
+    group: dist.ProcessGroup,
+    max_tokens: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Workspace:
+    """Allocate and map the memory (a collective call, the same on all ranks of `group`).
+
+    Where TORCH_SYMM_MEM_DISABLE_MULTICAST=1 nothing here creates a multicast object. ValueError for a shape, type or
+    device that the kernels do not take, for ranks that differ in what they ask for, and inside a graph capture, where
+    ranks cannot meet.
+    """
+    device = torch.device(device)
+    check_request(group.size(), max_tokens, hidden_size, dtype, device)
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("a workspace cannot be created while a CUDA graph is captured: create it before")
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "hidden_size": hidden_size, "dtype": str(dtype)}
+    asked[NO_MULTICAST] = os.environ.get(NO_MULTICAST) == "1"
+
+    gather = gatherer(group)
+    check_same(gather(asked))
+    import torch.distributed._symmetric_memory as symmetric_memory  # not in every build of torch
+
+    with torch.cuda.device(device):
+        buffer = symmetric_memory.empty((NUM_PARTIALS + 1) * max_tokens, hidden_size, dtype=dtype, device=device)
+        handle = symmetric_memory.rendezvous(buffer, group)
+    assert handle.buffer_ptrs[handle.rank] == buffer.data_ptr(), "the buffer does not begin its allocation"
+    multicast_address = agreed_multicast_address(handle.multicast_ptr, gather, allowed=not asked[NO_MULTICAST])
+    signal_pad = handle.get_signal_pad(handle.rank, dtype=torch.int32)
+    return workspace_of(
+        buffer,
+        signal_pad,
+        rank=handle.rank,
+        buffer_addresses=handle.buffer_ptrs,
+        signal_addresses=handle.signal_pad_ptrs,
+        multicast_address=multicast_address,
+        handle=handle,
+    )
+
+
+def workspace_of(
+    buffer: Tensor,
+    signal_pad: Tensor,
+    *,
+    rank: int,
+    buffer_addresses: list[int],
+    signal_addresses: list[int],
+    multicast_address: int = 0,
+    handle: Any = None,
+) -> Workspace:
+    """The workspace in buffers [3 * max_tokens, D] that are mapped already."""
+    max_tokens = buffer.shape[0] // (NUM_PARTIALS + 1)
+    partials, hidden = buffer.split((NUM_PARTIALS * max_tokens, max_tokens))
+
+    def table(addresses: list[int]) -> Tensor:
+        return torch.tensor(addresses, dtype=torch.int64, device=buffer.device)
+
+    return Workspace(
+        rank=rank,
+        world_size=len(buffer_addresses),
+        partials=partials.view(NUM_PARTIALS, max_tokens, -1),
+        hidden=hidden,
+        partial_pointers=table(buffer_addresses),
+        hidden_pointers=table([address + partials.numel() * partials.itemsize for address in buffer_addresses]),
+        signal_pointers=table(signal_addresses),
+        signal_pad=signal_pad,
+        multicast_address=multicast_address,
+        handle=handle,
+    )
+
+
+def gatherer(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
+    """A function that returns everybody's value in order of ranks (a collective call)."""
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return gather
+
+
+def agreed_multicast_address(address: int | None, gather: Callable[[Any], list[Any]], *, allowed: bool) -> int:
+    """`address` if every rank has one, else 0 on all of them, said once (a collective call)."""
+    if not allowed:
+        assert not address, f"{NO_MULTICAST}=1, but torch created a multicast object"
+        return 0
+    without = [rank for rank, has_one in enumerate(gather(bool(address))) if not has_one]
+    if not without:
+        assert address
+        return address
+    logger.info(f"no NVLink multicast on ranks {without}: all ranks reduce peer to peer")
+    return 0
+
+
+def check_request(world_size: int, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError on the first value that the kernels do not take."""
+    if not 2 <= world_size <= MAX_RANKS:
+        raise ValueError(f"a group of {world_size} ranks: 2 to {MAX_RANKS} can share symmetric memory")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if not 0 < hidden_size <= MAX_HIDDEN_SIZE or hidden_size % HIDDEN_SIZE_STEP:
+        raise ValueError(f"hidden_size {hidden_size} is not a multiple of {HIDDEN_SIZE_STEP} up to {MAX_HIDDEN_SIZE}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} is not one of {DTYPES}")
+    if device.type != "cuda":
+        raise ValueError(f"symmetric memory is on GPUs, not on {device}")
+
+
+def check_same(asked: list[dict[str, Any]]) -> None:
+    """ValueError unless all ranks ask for the same."""
+    for name, value in asked[0].items():
+        found = [one[name] for one in asked]
+        if any(other != value for other in found):
+            raise ValueError(f"the ranks differ in {name}: {', '.join(map(str, found))} (ranks 0 to {len(found) - 1})")
+
+
+def check_num_tokens(num_tokens: int, max_tokens: int) -> None:
+    if not 0 <= num_tokens <= max_tokens:
+        raise ValueError(f"num_tokens {num_tokens} is not within the workspace's 0 to {max_tokens}")

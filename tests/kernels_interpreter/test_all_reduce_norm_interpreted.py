@@ -1,0 +1,130 @@
+"""The all-reduce on a CPU: ranks are processes that share memory, the kernel runs under Triton's interpreter."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modules.kernels.add_norm import KINDS
+from pipeline_parallel.kernels import all_reduce_norm as operator
+from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm, begin
+from tests.pipeline_parallel.kernels import simulated_multicast
+from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right
+from tests.pipeline_parallel.kernels.shared_ranks import SharedMemory, run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(operator.triton is None, reason="triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+]
+
+MAX_TOKENS = 13
+MAX_PROGRAMS = 3  # so that a program takes several rows
+WORLD_SIZES = (2, 4)
+
+
+def token_counts(world_size: int) -> list[int]:
+    return [0, 1, world_size - 1, world_size + 1, MAX_TOKENS]
+
+
+def run_calls(
+    calls: list[Call],
+    world_size: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    directory: Path,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    begins: tuple[int, ...] = (),
+    slow_rank: int | None = None,
+    multicast: bool = False,
+) -> None:
+    """Run `calls` back to back on all ranks and check each; `begin` goes before those in `begins`.
+
+    `slow_rank` comes late to every third call, and reads late, long after the others have gone on, in all of them.
+    With `multicast` every rank has a multicast address.
+    """
+    memory = SharedMemory(world_size, max_tokens, hidden_size, dtype, pad_bytes=4 * world_size * MAX_PROGRAMS)
+
+    def on_rank(rank: int) -> list[Any]:
+        operator.MAX_PROGRAMS = MAX_PROGRAMS
+        workspace = memory.workspace(rank)
+        if rank == slow_rank:
+            read_late()
+        if multicast:
+            workspace.multicast_address = simulated_multicast.ADDRESS
+            simulated_multicast.multicast_over(workspace.partial_pointers.tolist(), dtype).start()
+        results = []
+        for call in calls:
+            if call.index in begins:
+                begin(workspace)
+            if rank == slow_rank and call.index % 3 == 0:
+                time.sleep(0.03)
+            workspace.partial(call.num_tokens).copy_(call.partial(rank, hidden_size, dtype))
+            hidden, new_residual = all_reduce_norm(workspace, **call.arguments(rank, world_size, hidden_size, dtype))
+            results.append((hidden.clone(), new_residual))
+        return results
+
+    found = run_ranks(world_size, on_rank, directory)
+    for call, results in zip(calls, zip(*found, strict=True), strict=True):
+        rounds_sum = multicast and call.strategy == "two-shot"
+        truncates = dtype == torch.bfloat16
+        assert_right(call, list(results), hidden_size, dtype, truncates=truncates, rounds_sum=rounds_sum)
+    memory.assert_guards_intact()
+
+
+def read_late() -> None:
+    """From now on, sleep in this process behind every wait at entry."""
+    wait = operator.wait
+
+    def late_wait(*arguments: Any) -> None:
+        wait(*arguments)
+        time.sleep(0.01)
+
+    operator.wait = late_wait
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_equation_holds_for_any_number_of_tokens(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    pairs = [(count, strategy) for count in token_counts(world_size) for strategy in STRATEGIES]
+    calls = [
+        Call(index=index, num_tokens=num_tokens, strategy=strategy)
+        for index, (num_tokens, strategy) in enumerate(pairs)
+    ]
+    run_calls(calls, world_size, 24, dtype, tmp_path)
+
+
+def test_no_row_is_lost_among_many(tmp_path: Path) -> None:
+    pairs = [(1025, "two-shot"), (77, "one-shot"), (77, "two-shot")]
+    calls = [Call(index=index, num_tokens=count, strategy=strategy) for index, (count, strategy) in enumerate(pairs)]
+    run_calls(calls, 3, 8, torch.float16, tmp_path, max_tokens=1025)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equation_holds_with_any_options(strategy: str, tmp_path: Path) -> None:
+    present = [OPTIONS, (), *((option,) for option in OPTIONS), *(OPTIONS[:i] + OPTIONS[i + 1 :] for i in range(4))]
+    pairs = [(kind, options) for kind in KINDS for options in present]
+    calls = [
+        Call(index=index, num_tokens=3, strategy=strategy, kind=kind, present=options)
+        for index, (kind, options) in enumerate(pairs)
+    ]
+    run_calls(calls, 2, 40, torch.bfloat16, tmp_path)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float16)])
+def test_multimem_adds_up_and_stores_every_element(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    pairs = [(count, strategy) for count in token_counts(world_size) for strategy in STRATEGIES]
+    calls = [Call(index=index, num_tokens=count, strategy=strategy) for index, (count, strategy) in enumerate(pairs)]
+    run_calls(calls, world_size, 40, dtype, tmp_path, multicast=True)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_late_rank_never_sees_the_next_call(world_size: int, tmp_path: Path) -> None:
+    counts = [1, 13, 2, 13, 1, 1, 5, 0, 3, 13, 13, 1]
+    calls = [
+        Call(index=index, num_tokens=count, strategy=STRATEGIES[index // 2 % 2]) for index, count in enumerate(counts)
+    ]
+    run_calls(calls, world_size, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=world_size - 1)
