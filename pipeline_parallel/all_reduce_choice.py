@@ -1,0 +1,280 @@
+"""Which all-reduce + add + norm is the fastest for a number of tokens, as measured; and TokenWeave's files of splits.
+
+A choice file is one JSON object, measured and written by `python -m scripts.benchmark.communication --tune --output
+FILE`; `pipeline_parallel/configs/*.json` are shipped:
+
+    {"choices": [{"device": "NVIDIA H200", "ranks": 2, "hidden_size": 4096, "transport": "p2p",
+                  "fastest": {"1": "one-shot", "64": "one-shot", "128": "two-shot"}}]}
+
+device: as torch names it. transport: "p2p" or "multimem", what one-shot and two-shot were measured with. fastest:
+token counts, rising, each with the fastest method there: "one-shot", "two-shot" (both of kernels/all_reduce_norm.py)
+or "nccl" (NCCL's all-reduce, then the fused add + norm). No two tables of a file have the same first four values.
+Measured in bfloat16; float16 moves as many bytes.
+
+A split file is TokenWeave's own (Gond et al. 2025, github.com/microsoft/tokenweave, vllm/tokenweave_configs): one JSON
+object from token counts to how that many tokens are best split for overlap,
+
+    {"1024": {"attention_ctas": 4, "mlp_ctas": 8, "chunk_offset": 0}, ...}
+
+with `split_offset` in place of `chunk_offset` in newer files, and sometimes `baseline_ctas`, of their kernel without
+overlap, which is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loguru import logger
+
+METHODS = ("one-shot", "two-shot", "nccl")
+TRANSPORTS = ("p2p", "multimem")
+CONFIGS_DIR = Path(__file__).parent / "configs"
+OFFSET_NAMES = ("chunk_offset", "split_offset")
+Parsed = TypeVar("Parsed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceTable:
+    """The fastest method at rising token counts, on one kind of device, among so many ranks, for one hidden size."""
+
+    device: str
+    ranks: int
+    hidden_size: int
+    transport: str
+    fastest: tuple[tuple[int, str], ...]
+    """(token count, method), rising."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.device, str) or not self.device:
+            raise ValueError(f"device must be a name, not {self.device!r}")
+        for name, smallest in (("ranks", 2), ("hidden_size", 1)):
+            check_integer(name, getattr(self, name), smallest)
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        check_rising([num_tokens for num_tokens, _ in self.fastest])
+        for num_tokens, method in self.fastest:
+            if method not in METHODS:
+                raise ValueError(f"{num_tokens} tokens: {method!r} is not one of {', '.join(METHODS)}")
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What no two tables of a file have in common."""
+        return self.device, self.ranks, self.hidden_size, self.transport
+
+
+def choose(table: ChoiceTable, num_tokens: int) -> str:
+    """The method measured as fastest at the count nearest in ratio to `num_tokens` (the smaller of two as near).
+
+    A pure function of its arguments, so that all ranks choose alike.
+    """
+    check_integer("num_tokens", num_tokens, 0)
+    return min(table.fastest, key=lambda point: ratio(point[0], max(num_tokens, 1)))[1]
+
+
+def ratio(one: int, other: int) -> float:
+    """How many times the smaller of two positive numbers fits into the larger."""
+    return max(one, other) / min(one, other)
+
+
+def read_choice_tables(path: str | os.PathLike[str]) -> list[ChoiceTable]:
+    """All tables of a choice file. FileNotFoundError, or a ValueError that names the file and what is wrong there."""
+    return read_json(path, _choice_tables)
+
+
+def _choice_tables(content: Any) -> list[ChoiceTable]:
+    rows = content.get("choices") if isinstance(content, dict) and set(content) == {"choices"} else None
+    if not isinstance(rows, list):
+        raise ValueError('expected {"choices": [...]} (--tune of scripts.benchmark.communication writes it)')
+    tables: dict[tuple[str, int, int, str], ChoiceTable] = {}
+    for place, row in enumerate(rows):
+        try:
+            table = _choice_table(row)
+        except ValueError as error:
+            raise ValueError(f"table {place}: {error}") from error
+        if table.key in tables:
+            raise ValueError(f"table {place}: there is one already for {describe(*table.key)}")
+        tables[table.key] = table
+    return list(tables.values())
+
+
+def _choice_table(row: Any) -> ChoiceTable:
+    check_keys(row, {"device", "ranks", "hidden_size", "transport", "fastest"})
+    fastest = row["fastest"]
+    if not isinstance(fastest, dict):
+        raise ValueError(f"fastest must be an object from token counts to methods, not {fastest!r}")
+    return ChoiceTable(**{**row, "fastest": tuple((count_of(key), method) for key, method in fastest.items())})
+
+
+def write_choice_tables(path: str | os.PathLike[str], tables: Iterable[ChoiceTable]) -> None:
+    """Put tables into a choice file: they replace those of the same key, and the others that it holds stay."""
+    path = Path(path)
+    merged = {table.key: table for table in (read_choice_tables(path) if path.exists() else [])}
+    merged |= {table.key: table for table in tables}
+    rows = [
+        json.dumps(
+            {
+                "device": table.device,
+                "ranks": table.ranks,
+                "hidden_size": table.hidden_size,
+                "transport": table.transport,
+                "fastest": {str(num_tokens): method for num_tokens, method in table.fastest},
+            }
+        )
+        for table in (merged[key] for key in sorted(merged))
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A file of its own first, renamed when it is whole: an interrupted write must not lose the other tables.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json.part", delete=False) as file:
+        file.write('{"choices": [\n  ' + ",\n  ".join(rows) + "\n]}\n")
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def find_choice_table(
+    device: str, ranks: int, hidden_size: int, transport: str, paths: Sequence[Path] | None = None
+) -> ChoiceTable | None:
+    """The table of this device, number of ranks and transport whose hidden size is the nearest in ratio.
+
+    None, with a warning that is given once, if none was measured. `paths`: choice files, by default the shipped ones;
+    of two files with a table for the same key the later counts.
+    """
+    paths = sorted(CONFIGS_DIR.glob("*.json")) if paths is None else paths
+    tables = {table.key: table for path in paths for table in read_choice_tables(path)}
+    fitting = [
+        table for table in tables.values() if (table.device, table.ranks, table.transport) == (device, ranks, transport)
+    ]
+    unknown = f"which all-reduce is the fastest was not measured for {describe(device, ranks, hidden_size, transport)}"
+    if not fitting:
+        warn_once(f"{unknown}: NCCL's is taken (scripts.benchmark.communication --tune measures)")
+        return None
+    nearest = min(fitting, key=lambda table: (ratio(table.hidden_size, hidden_size), table.hidden_size))
+    if nearest.hidden_size != hidden_size:
+        warn_once(f"{unknown}: what was for hidden size {nearest.hidden_size} counts")
+    return nearest
+
+
+def describe(device: str, ranks: int, hidden_size: int, transport: str) -> str:
+    """The key of a table, for messages."""
+    return f"{ranks} x {device}, hidden size {hidden_size}, {transport}"
+
+
+@cache  # a model asks for every layer
+def warn_once(message: str) -> None:
+    """Log a warning unless it was logged before."""
+    logger.warning(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPoint:
+    """How `num_tokens` tokens are best split in two so that one half computes while the other is reduced."""
+
+    num_tokens: int
+    attention_programs: int
+    """Programs (thread blocks) that reduce while the other half is in attention; the rest of the GPU computes."""
+    mlp_programs: int
+    """The same, while the other half is in the MLP."""
+    offset: int
+    """Tokens that the first half has more than an even split."""
+
+
+def read_split_points(path: str | os.PathLike[str]) -> list[SplitPoint]:
+    """TokenWeave's file, rising token counts. FileNotFoundError, or a ValueError that names the file and the entry."""
+    return read_json(path, _split_points)
+
+
+def _split_points(content: Any) -> list[SplitPoint]:
+    if not isinstance(content, dict):
+        raise ValueError(
+            "expected an object from token counts to attention_ctas, mlp_ctas and chunk_offset or split_offset"
+        )
+    points = []
+    for key, entry in content.items():
+        num_tokens = count_of(key)
+        try:
+            points.append(_split_point(num_tokens, entry))
+        except ValueError as error:
+            raise ValueError(f"{key} tokens: {error}") from error
+    check_rising([point.num_tokens for point in points])
+    return points
+
+
+def _split_point(num_tokens: int, entry: Any) -> SplitPoint:
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected an object, not {entry!r}")
+    offsets = [name for name in OFFSET_NAMES if name in entry]
+    if len(offsets) != 1:
+        raise ValueError(f"expected one of {' and '.join(OFFSET_NAMES)}, found {' and '.join(offsets) or 'neither'}")
+    check_keys({key: entry[key] for key in entry if key != "baseline_ctas"}, {"attention_ctas", "mlp_ctas", *offsets})
+    # From -num_tokens / 2 to num_tokens / 2, both excluded: neither half may be empty.
+    check_integer(offsets[0], entry[offsets[0]], (-num_tokens) // 2 + 1, (num_tokens - 1) // 2)
+    return SplitPoint(
+        num_tokens=num_tokens,
+        attention_programs=check_integer("attention_ctas", entry["attention_ctas"], 1),
+        mlp_programs=check_integer("mlp_ctas", entry["mlp_ctas"], 1),
+        offset=entry[offsets[0]],
+    )
+
+
+def nearest_split_point(points: Sequence[SplitPoint], num_tokens: int) -> SplitPoint:
+    """The point nearest to `num_tokens`, by difference as in TokenWeave (the smaller of two as near)."""
+    return min(points, key=lambda point: abs(point.num_tokens - num_tokens))
+
+
+def read_json(path: str | os.PathLike[str], parse: Callable[[Any], Parsed]) -> Parsed:
+    """`parse` of a file's content; its ValueErrors, and those of a file that is not JSON, name the file."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        return parse(json.loads(path.read_bytes(), object_pairs_hook=_without_repetition))
+    except ValueError as error:  # of JSON and of UTF-8 too
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return found
+
+
+def check_keys(found: Any, needed: set[str]) -> None:
+    """ValueError unless `found` is an object with just these keys."""
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object, not {found!r}")
+    for what, keys in (("lacks", needed - set(found)), ("has no use for", set(found) - needed)):
+        if keys:
+            raise ValueError(f"it {what} {', '.join(sorted(keys))}")
+
+
+def check_integer(name: str, value: Any, smallest: int, largest: int | None = None) -> int:
+    """The value, an integer of that range; ValueError otherwise."""
+    beyond = largest is not None and isinstance(value, int) and value > largest
+    if not isinstance(value, int) or isinstance(value, bool) or value < smallest or beyond:
+        allowed = f"at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+        raise ValueError(f"{name} must be an integer, {allowed}, not {value!r}")
+    return value
+
+
+def count_of(key: str) -> int:
+    """A token count from a key of JSON, written without sign or leading zeros; ValueError otherwise."""
+    if not key.isascii() or not key.isdigit() or key[0] == "0":
+        raise ValueError(f"{key!r} is not a token count")
+    return int(key)
+
+
+def check_rising(counts: Sequence[int]) -> None:
+    """ValueError unless there are token counts, each larger than the one before."""
+    if not counts:
+        raise ValueError("there is no token count")
+    for before, after in zip(counts, counts[1:], strict=False):
+        if after <= before:
+            raise ValueError(f"token counts must rise, and {after} comes after {before}")

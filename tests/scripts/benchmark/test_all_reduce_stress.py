@@ -1,0 +1,149 @@
+"""The stress of the fused all-reduce without a GPU: its order of calls, and that it finds what it looks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.benchmark.all_reduce_stress import (
+    CALLS,
+    NUM_INPUTS,
+    NUM_SERIES,
+    Series,
+    Stress,
+    awkward_counts,
+    make_series,
+    make_steps,
+)
+from scripts.benchmark.communication import Options, run
+from tests.scripts.benchmark.all_reduce_fakes import OneRank, one_rank_bench
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_series_hold_every_size_and_rank_and_are_the_same_everywhere(ranks: int) -> None:
+    counts = awkward_counts(ranks)
+    series = make_series(counts, ranks, seed=0)
+    assert series == make_series(counts, ranks, seed=0) != make_series(counts, ranks, seed=1)
+    calls = [call for each in series for call in each.calls]
+    assert set(calls) == {(num_tokens, method) for num_tokens in counts for method in ("one-shot", "two-shot")}
+    assert all(len(each.calls) == CALLS for each in series) and len(series) == NUM_SERIES
+    assert all(first != second for first, second in zip(calls, calls[1:], strict=False))
+    assert {(each.late_rank, each.late_call) for each in series} == {
+        (rank, call) for rank in range(ranks) for call in range(CALLS)
+    }
+
+
+def test_one_count_alternates_between_the_methods() -> None:
+    calls = [call for each in make_series((77,), 2, seed=0) for call in each.calls]
+    assert all(first != second for first, second in zip(calls, calls[1:], strict=False))
+
+
+def test_many_counts_all_find_a_place() -> None:
+    counts = range(1, 101)
+    calls = {call for each in make_series(counts, 2, seed=0) for call in each.calls}
+    assert len(calls) == 200
+
+
+def test_steps_change_series_input_and_launch() -> None:
+    steps = make_steps(10_000, NUM_SERIES, seed=0)
+    assert steps == make_steps(10_000, NUM_SERIES, seed=0)
+    assert {step.series_idx for step in steps} == set(range(NUM_SERIES))
+    assert {idx for step in steps for idx in step.inputs} == set(range(NUM_INPUTS))
+    assert sum(step.replayed for step in steps) == 10_000 and len(steps) == 11_000
+    assert 800 < sum(not step.replayed for step in steps[:10_000]) < 1_000  # all along, not at the end
+
+
+SERIES = [
+    Series(calls=((5, "one-shot"), (0, "two-shot"), (3, "two-shot")), late_rank=0, late_call=1),
+    Series(calls=((1, "two-shot"), (5, "two-shot"), (1, "one-shot")), late_rank=0, late_call=0),
+]
+
+
+class Faulty(OneRank):
+    """Goes wrong in one call, counted from 1; 0: in none."""
+
+    faulty_call = 0
+    factor = 1.0
+
+    def run(self, method: str, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = super().run(method, *arguments)
+        if len(self.calls) == self.faulty_call:
+            hidden[-1, 7] *= self.factor
+        return hidden, residual
+
+
+def stressed(methods: OneRank, num_replays: int = 20) -> None:
+    bench = one_rank_bench()
+    stress = Stress(bench, methods, 16, SERIES)
+    methods.calls.clear()
+    stress.run(make_steps(num_replays, len(SERIES), seed=0), quiet=True)
+
+
+def methods_of(kind: type[OneRank]) -> Any:
+    return kind(one_rank_bench().mesh, 16, 8, torch.bfloat16)
+
+
+def test_what_is_right_passes() -> None:
+    methods = methods_of(OneRank)
+    stressed(methods)
+    assert len(methods.calls) == 22 * CALLS
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_one_wrong_element_is_found_and_named(factor: float) -> None:
+    methods = methods_of(Faulty)
+    methods.faulty_call, methods.factor = 33, factor
+    with pytest.raises(
+        ValueError,
+        match=r"1 calls went wrong on rank 0, the first of them .* \(call 2 of step 10, from .*\): 1 elements",
+    ):
+        stressed(methods)
+
+
+class OtherBuffer(OneRank):
+    """Adds up what the call before was given."""
+
+    def run(self, method: str, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.turn = 1 - self.turn
+        results = super().run(method, *arguments)
+        self.turn = 1 - self.turn
+        return results
+
+
+def test_numbers_of_another_call_are_found() -> None:
+    with pytest.raises(ValueError, match="calls went wrong on rank 0, the first of them .* of step 0"):
+        stressed(methods_of(OtherBuffer))
+
+
+def test_a_signal_that_is_left_is_found() -> None:
+    methods = methods_of(OneRank)
+    methods.signal_pad[3] = 7
+    with pytest.raises(ValueError, match="1 slots of rank 0's signal pad are not zero after all calls"):
+        stressed(methods)
+
+
+def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(self: Any, value: Any) -> list[Any]:
+        if not isinstance(value, tuple):
+            return [value]
+        sums = value[1].clone()
+        sums[4, 1, 0] += 1
+        return [value, (value[0], sums, value[2])]
+
+    methods = methods_of(OneRank)
+    monkeypatch.setattr(one_rank_bench().mesh.__class__, "gather", gather)
+    with pytest.raises(ValueError, match=r"1 results of rank 1 are not those of rank 0, .* \(call 1 of step 4, from"):
+        stressed(methods)
+
+
+def test_the_stress_is_recorded(tmp_path: Any) -> None:
+    options = Options(
+        output=tmp_path / "r.jsonl", stress=True, num_tokens=(1, 5), hidden_size=(16, 24), num_replays=7, quiet=True
+    )
+    records = run(options, one_rank_bench(), OneRank)
+    assert [(record["value"], record["labels"]["hidden_size"]) for record in records] == [(7, 16), (7, 24)]
+    assert {(record["metric"], record["labels"]["method"]) for record in records} == {
+        ("replays_without_error", "stress")
+    }
