@@ -248,9 +248,10 @@ class DecodeGraphs:
         model, device = self.model, self.model.device
         inputs = torch.zeros(8, size, dtype=torch.int64, device=device)
         received = None
-        if not model.is_first:
-            normed = torch.zeros(size, 1, model.config.hidden_size, dtype=model.dtype, device=device)
-            received = normed, torch.zeros_like(normed, dtype=residual_dtype(model.dtype))
+        if model.links is not None and not model.links.is_first:
+            shape, stream = (size, 1, model.config.hidden_size), model.links.residual_shape(size, 1)
+            normed = torch.zeros(shape, dtype=model.dtype, device=device)
+            received = normed, torch.zeros(stream, dtype=residual_dtype(model.dtype), device=device)
         fused = can_fuse(model) and size <= MAX_ROWS
 
         def step() -> StepOutputs:

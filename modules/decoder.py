@@ -79,6 +79,10 @@ class PipelineLinks(Protocol):
         """Hand them to the stage after; returns before they have arrived."""
         ...
 
+    def residual_shape(self, batch_size: int, num_tokens: int) -> tuple[int, ...]:
+        """Of the residual that is handed on: [B, T, D], unless tensor-parallel ranks keep rows of their own."""
+        ...
+
 
 class Decoder(nn.Module):
     """A Llama-like or OPT-like language model on one device, dense unless selectors are attached.

@@ -23,7 +23,7 @@ from modules.kernels.deferred_norm import DeferredNorm, triton
 from modules.kernels.norm_linear import norm_linear
 from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
 from modules.kv_cache import KVCache
-from modules.normalization import add_norm, deferred_add_norm
+from modules.normalization import Norm, add_norm, deferred_add_norm
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, Selector
 
 if TYPE_CHECKING:
@@ -88,8 +88,9 @@ def choose(selector: Selector, source: DeferredNorm, context: SelectionContext, 
 
 
 def can_fuse(model: Decoder) -> bool:
-    """Whether decode steps run in fused kernels: pre-norm models of any type but float64, whole on one GPU."""
-    whole = model.links is None and not model.shards and model.add_norm is add_norm
+    """Whether decode steps run in fused kernels: pre-norm models of any type but float64, whole on one GPU, or
+    dense and with each layer shared by several."""
+    whole = model.links is None and (not model.is_sparse if model.shards else model.add_norm is add_norm)
     on_gpu = triton is not None and model.device.type == "cuda" and model.dtype in DTYPES
     fits = model.config.pre_norm and model.config.queries_per_group <= MAX_QUERIES_PER_GROUP
     return whole and on_gpu and fits
@@ -122,18 +123,32 @@ def begin_step(model: Decoder, token_ids: Tensor, cache: KVCache) -> ForwardPass
 def run_step(model: Decoder, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor:
     """token_ids [B, 1] -> logits [B, V]: the embeddings, all half-blocks and the head. Those of a single row are
     float32, from a kernel with the final norm in it."""
+    leave = _reduce if model.shards else _defer
     embedded = model.embeddings(token_ids, forward_pass.positions)
-    hidden_states, residual = deferred_add_norm(embedded, None, model.first_norm, None, dtype=model.dtype)
+    hidden_states, residual = leave(model, embedded, None, model.first_norm, None)
     for idx in model.span:
         half_block = model.half_block(idx // 2, BLOCKS[idx % 2])
         residual = half_block.residual_in(residual)
         partial = half_block.block(hidden_states, forward_pass)
-        hidden_states, residual = deferred_add_norm(
-            partial, residual, half_block.norm, half_block.bias, dtype=model.dtype
-        )
-    if model.project_out is None and len(hidden_states.partial) == 1:
+        hidden_states, residual = leave(model, partial, residual, half_block.norm, half_block.bias)
+    if model.project_out is None and len(hidden_states.partial) == 1 and not model.shards:
         return norm_linear(hidden_states, model.lm_head.weight, None, out_dtype=torch.float32)
     return model.logits(hidden_states.normed())
+
+
+def _defer(
+    model: Decoder, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None
+) -> tuple[DeferredNorm, Tensor]:
+    """Leave the residual junction to the next kernel."""
+    return deferred_add_norm(partial, residual, norm, bias, dtype=model.dtype)
+
+
+def _reduce(
+    model: Decoder, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None
+) -> tuple[DeferredNorm, Tensor]:
+    """The residual junction here and now: ranks that share a layer have to add up first."""
+    hidden_states, residual = model.add_norm(partial, residual, norm, bias, pre_norm=True, dtype=model.dtype)
+    return DeferredNorm.plain(hidden_states.flatten(0, 1)), residual
 
 
 class FusedDecode:

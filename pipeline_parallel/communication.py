@@ -73,10 +73,9 @@ class HandOff:
         target = self.mesh.rank_at(pp_rank=self.mesh.pp_rank + 1)
         self._sends[slot] = dist.isend(buffer, dst=target, group=self.mesh.pp_group)
 
-    def receive(self, dtypes: list[torch.dtype], shape: tuple[int, ...]) -> list[Tensor]:
-        """Tensors of `shape` from the stage before; they stay valid until the next call."""
-        numel = torch.Size(shape).numel()
-        sizes = [numel * dtype.itemsize for dtype in dtypes]
+    def receive(self, parts: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+        """Tensors of these types and shapes from the stage before; they stay valid until the next call."""
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in parts]
         if self._incoming.numel() < sum(sizes):
             self._incoming = self._empty(sum(sizes))
         buffer = self._incoming[: sum(sizes)]
@@ -84,7 +83,10 @@ class HandOff:
         work = dist.irecv(buffer, src=source, group=self.mesh.pp_group)
         assert work is not None
         work.wait()
-        return [part.view(dtype).view(shape) for part, dtype in zip(buffer.split(sizes), dtypes, strict=True)]
+        return [
+            received.view(dtype).view(shape)
+            for received, (dtype, shape) in zip(buffer.split(sizes), parts, strict=True)
+        ]
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""

@@ -11,6 +11,7 @@ from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass, lookahead_inputs
 from modules.normalization import residual_dtype
 from pipeline_parallel.communication import HandOff
+from pipeline_parallel.fused_junction import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
 
 
@@ -71,8 +72,8 @@ class StageLinks:
         kept = lookahead_inputs(self._model.span.start, forward_pass.max_lookahead)
         dtype, shape = self._model.dtype, (batch_size, num_tokens, self._model.config.hidden_size)
         num_normed = int(self._model.config.pre_norm)  # post-norm: the stream is normed itself
-        dtypes = [residual_dtype(dtype), *[dtype] * (num_normed + len(kept))]
-        residual, *parts = self._hand_off.receive(dtypes, shape)
+        of_residual = residual_dtype(dtype), self.residual_shape(batch_size, num_tokens)
+        residual, *parts = self._hand_off.receive([of_residual, *[(dtype, shape)] * (num_normed + len(kept))])
         for (block, layer_idx), states in zip(kept, parts[num_normed:], strict=True):
             forward_pass.inputs[block][layer_idx] = states
         return parts[0] if num_normed else residual.to(dtype), residual
@@ -83,6 +84,11 @@ class StageLinks:
         normed = [hidden_states] if self._model.config.pre_norm else []
         inputs = (forward_pass.inputs[block][layer_idx] for block, layer_idx in kept)
         self._hand_off.send([residual, *normed, *inputs])
+
+    def residual_shape(self, batch_size: int, num_tokens: int) -> tuple[int, ...]:
+        """See PipelineLinks."""
+        shape, junction = (batch_size, num_tokens, self._model.config.hidden_size), self._model.add_norm
+        return junction.residual_shape(shape) if isinstance(junction, FusedAddNorm) else shape
 
     def finish(self) -> None:
         """Wait until what was sent has left."""

@@ -24,7 +24,7 @@ from modules.scoring import Likelihood, check_window, score_windows, windows_lik
 from modules.sparsity import BLOCKS, SparsityStats
 from pipeline_parallel.engine import check_same_everywhere, exchange_of
 from scripts.command_line import progress, run_stage
-from scripts.model_loading import LoadedModel, ModelOptions
+from scripts.model_loading import LoadedModel, RunOptions
 from sparse_predictor.cost import mlp_bytes_share, thinned_densities
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Method, Selection, SparsePhases, attach_selection, remove_sparsity
@@ -35,7 +35,7 @@ LEAST = {"max_windows": 1, "max_tokens": 1, "quality_windows": 0, "decode_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(RunOptions):
     """Score a model, dense and sparse in one run."""
 
     output: Path

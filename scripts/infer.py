@@ -16,14 +16,14 @@ from modules.requests import GenerationRequest, GenerationResult, GenerationTimi
 from modules.sampling import SamplingParams, mix_seed
 from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
 from scripts.command_line import progress, run_stage
-from scripts.model_loading import LoadedModel, ModelOptions, chat_token_ids, decode_text
+from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, decode_text
 from scripts.selection_options import SelectionOptions
 
 GREEDY = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SelectionOptions, ModelOptions):
+class Options(SelectionOptions, RunOptions):
     """Continue the prompts of a JSON-lines file, dense or sparse."""
 
     input: Path

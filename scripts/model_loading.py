@@ -20,6 +20,7 @@ from modules.checkpoint import load_model
 from modules.checkpoint_files import checkpoint_fingerprint
 from modules.decoder import Decoder
 from pipeline_parallel.engine import check_same_everywhere, parallelise
+from pipeline_parallel.fused_junction import AllReduce, choose_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 
@@ -74,6 +75,21 @@ class ModelOptions:
         where = f"{model.device.type}{sizes}" if mesh.world_size > 1 else model.device
         logger.info(f"{self.model}: {model.config.num_hidden_layers} layers, {model.dtype} on {where}")
         return LoadedModel(model=model, directory=directory, model_id=model_name(self.model), mesh=mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ModelOptions):
+    """Flags of stages that run a model and do not look at its residual stream, of which a rank then may hold a part."""
+
+    all_reduce: AllReduce = "auto"
+    """How ranks that share layers add up. auto: what was measured as the fastest; fused: one kernel with the norm, over
+    NVLink; nccl."""
+
+    def load(self) -> LoadedModel:
+        """As `ModelOptions.load`; ValueError also if the all-reduce cannot be had."""
+        loaded = super().load()
+        choose_all_reduce(loaded.model, loaded.mesh, self.all_reduce)
+        return loaded
 
 
 def model_name(model: str) -> str:

@@ -24,14 +24,14 @@ from modules.requests import GenerationRequest, GenerationResult
 from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
-from scripts.model_loading import LoadedModel, ModelOptions
+from scripts.model_loading import LoadedModel, RunOptions
 from scripts.selection_options import SelectionOptions
 
 PROMPT_TOKENS = (16, 32, 64, 128)  # taking turns, so that batches are ragged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SelectionOptions, ModelOptions):
+class Options(SelectionOptions, RunOptions):
     """Compare greedy tokens and log-probabilities of all ranks together with those of one."""
 
     corpus: str

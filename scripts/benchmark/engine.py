@@ -18,6 +18,7 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
+from pipeline_parallel.fused_junction import AllReduce, FusedAddNorm, choose_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
@@ -50,6 +51,8 @@ class Options:
     """Ranks that share each layer."""
     pp_size: int = 1
     """Pipeline stages."""
+    all_reduce: AllReduce = "auto"
+    """How ranks that share layers add up (see infer); what is not NCCL's is also compared with it."""
     hugging_face: bool = False
     """Also time transformers' `generate` on the first rank, with the same weights."""
     device: str = "auto"
@@ -168,7 +171,7 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
     baselines: dict[str, dict[int, float]] = {}
     expected: list[list[float]] = []
     ceiling, peak, num_bytes = 0.0, 0.0, 0
-    sizes = options.batch_size
+    sizes, all_reduce = options.batch_size, "nccl"
     if mesh.rank == 0:
         model = random_model(config, seed=options.seed, dtype=dtype, device=device)
         num_bytes = bytes_of_weights(model)
@@ -197,11 +200,20 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
         model = random_model(
             config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
         )
-        for here, there in zip(echoed(model, mesh, prompts), expected, strict=False):  # on rank 0
-            check_close(here, there, dtype, "this mesh and one rank")
         # Data parallel: each replica has a batch of its own.
         many = {size: requests(options, config, size * mesh.dp_size) for size in sizes}
-        found = measure(model, mesh, many, speed, options.repetitions)
+
+        def measure_mesh() -> dict[int, float]:
+            for here, there in zip(echoed(model, mesh, prompts), expected, strict=False):  # on rank 0
+                check_close(here, there, dtype, "this mesh and one rank")
+            return measure(model, mesh, many, speed, options.repetitions)
+
+        found = measure_mesh()
+        choose_all_reduce(model, mesh, options.all_reduce)
+        if isinstance(model.add_norm, FusedAddNorm):
+            baselines["NCCL"] = found
+            found = measure_mesh()
+            all_reduce = "fused"
     records = []
     if mesh.rank == 0:
         labels: dict[str, Any] = {
@@ -212,6 +224,7 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
             "tp_size": mesh.tp_size,
             "pp_size": mesh.pp_size,
             "dp_size": mesh.dp_size,
+            "all_reduce": all_reduce,
             "prompt_tokens": options.prompt_tokens,
             "new_tokens": options.new_tokens,
         }

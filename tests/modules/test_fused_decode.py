@@ -203,8 +203,9 @@ def test_what_the_kernels_cannot_compute_is_not_fused(monkeypatch: pytest.Monkey
     assert fuses(LLAMA) and fuses(KINDS["opt"]) and fuses(LLAMA, torch.float16) and fuses(LLAMA, torch.float32)
     assert not fuses(LLAMA, torch.float64)
     assert not fuses(KINDS["opt-post-norm-projected"])
-    assert not fuses(LLAMA, shards={"lm_head.weight": object()}) and not fuses(LLAMA, links=object())
-    assert not fuses(LLAMA, add_norm=lambda *_, **__: None)
+    reduced = {"shards": {"lm_head.weight": object()}, "add_norm": lambda *_, **__: None}
+    assert fuses(LLAMA, **reduced) and not fuses(LLAMA, is_sparse=True, **reduced)
+    assert not fuses(LLAMA, add_norm=reduced["add_norm"]) and not fuses(LLAMA, links=object())
     assert not fuses(LLAMA | {"num_attention_heads": 24, "num_key_value_heads": 1, "head_dim": 4})
     monkeypatch.setattr("modules.fused_decode.triton", None)
     assert not fuses(LLAMA), "no triton"

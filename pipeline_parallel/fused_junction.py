@@ -1,0 +1,209 @@
+"""The residual junction of a tensor-parallel group in one operator: sum over the ranks, residual, norm.
+
+`FusedAddNorm` stands in for `ReducingAddNorm`. Where rows are owned (two-shot, see kernels/all_reduce_norm.py), a rank
+keeps only its own rows of the residual from one half-block to the next, [R, D] instead of [B, T, D]; which rows those
+are follows from the number of tokens alone, so it does not change within a forward pass, and a pipeline stage hands
+its rows to the same rank of the next stage. Hooks on the residual need all rows: collecting and the study of drift keep
+`ReducingAddNorm`.
+
+Partial sums travel in the type of the weights, half of what `ReducingAddNorm` sends: each is rounded once more.
+
+Legend: B batch, T tokens, D hidden, R rows of a rank.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from modules.decoder import Decoder
+from modules.normalization import Norm
+from pipeline_parallel.all_reduce_choice import ChoiceTable, choose, find_choice_table
+from pipeline_parallel.communication import ReducingAddNorm
+from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin, owned_rows
+from pipeline_parallel.kernels.transport import verify_transport
+from pipeline_parallel.kernels.workspace import (
+    DTYPES,
+    HIDDEN_SIZE_STEP,
+    MAX_HIDDEN_SIZE,
+    MAX_RANKS,
+    Workspace,
+    create_workspace,
+    gatherer,
+)
+from pipeline_parallel.mesh import ParallelMesh
+
+AllReduce = Literal["auto", "fused", "nccl"]
+MAX_NUMBERS = 2**26  # of hidden states in a workspace, which holds three times as many: 402 MB in half precision
+FEW_TOKENS = 64  # where nothing was measured: up to here one-shot, beyond it two-shot
+StrategyFor = Callable[[int], str]  # of a number of tokens: "one-shot", "two-shot" or "nccl"
+
+
+class JunctionOperator(Protocol):
+    """Sums, adds and normalises what the ranks of a group hold. All of its calls are collective."""
+
+    rank: int
+    world_size: int
+    max_tokens: int
+    dtype: torch.dtype
+
+    def begin(self) -> None:
+        """Start a forward pass."""
+        ...
+
+    def __call__(
+        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, strategy: str
+    ) -> tuple[Tensor, Tensor]:
+        """partial [tokens, D]; residual float32 [tokens or R, D] -> hidden [tokens, D], good until the next call, and
+        the new residual."""
+        ...
+
+
+class SymmetricOperator:
+    """The kernels, over the symmetric memory of GPUs of one host."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+        self.rank, self.world_size = workspace.rank, workspace.world_size
+        self.max_tokens, self.dtype = workspace.max_tokens, workspace.dtype
+
+    def begin(self) -> None:
+        """See JunctionOperator."""
+        begin(self.workspace)
+
+    def __call__(
+        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, strategy: str
+    ) -> tuple[Tensor, Tensor]:
+        """See JunctionOperator."""
+        self.workspace.partial(len(partial)).copy_(partial)
+        return all_reduce_norm(
+            self.workspace,
+            len(partial),
+            residual,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            bias,
+            kind="none" if norm is None else norm.kind,
+            eps=0.0 if norm is None else norm.eps,
+            strategy=strategy,
+        )
+
+
+class FusedAddNorm:
+    """The residual junction through an operator where it is the fastest, else as `ReducingAddNorm`.
+
+    `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite.
+    """
+
+    def __init__(
+        self,
+        unfused: ReducingAddNorm,
+        operator: JunctionOperator,
+        strategy_for: StrategyFor,
+        keeps_states: Callable[[], bool],
+    ) -> None:
+        self.unfused, self.operator = unfused, operator
+        self.strategy_for, self.keeps_states = strategy_for, keeps_states
+
+    def __call__(
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        *,
+        pre_norm: bool,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """As `ReducingAddNorm`, but for the shape of the residual (see `residual_shape`)."""
+        shape = partial.shape
+        strategy = self._strategy(shape)
+        if strategy == "nccl":
+            return self.unfused(partial, residual, norm, bias, pre_norm=pre_norm, dtype=dtype)
+        assert pre_norm and dtype == self.operator.dtype, "see why_not_fused"
+        if residual is None:
+            self.operator.begin()
+        else:
+            residual = residual.view(-1, shape[-1])
+        hidden, residual = self.operator(partial.flatten(0, -2), residual, norm, bias, strategy)
+        hidden = hidden.clone() if self.keeps_states() else hidden
+        return hidden.view(shape), residual.view(self.residual_shape(shape))
+
+    def residual_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Of the residual between half-blocks of hidden states [..., D] of this shape."""
+        if self._strategy(shape) != "two-shot":
+            return tuple(shape)
+        rows = owned_rows(_num_tokens(shape), self.operator.rank, self.operator.world_size)
+        return len(rows), shape[-1]
+
+    def _strategy(self, shape: torch.Size | tuple[int, ...]) -> str:
+        num_tokens = _num_tokens(shape)
+        return self.strategy_for(num_tokens) if num_tokens <= self.operator.max_tokens else "nccl"
+
+
+def _num_tokens(shape: torch.Size | tuple[int, ...]) -> int:
+    return torch.Size(shape[:-1]).numel()
+
+
+def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> None:
+    """Give a loaded model the junction that `--all-reduce` asks for (a collective call).
+
+    nccl: as it is. auto: per number of tokens what was measured as the fastest, NCCL's where nothing was. fused: never
+    NCCL's while the tokens fit the workspace; ValueError where that cannot be.
+    """
+    if choice == "nccl" or mesh.tp_size == 1:
+        return
+    problem = why_not_fused(model, mesh)
+    if problem is not None:
+        if choice == "fused":
+            raise ValueError(f"--all-reduce fused: {problem}")
+        return
+    assert mesh.tp_group is not None and isinstance(model.add_norm, ReducingAddNorm)
+    device, hidden_size = torch.cuda.get_device_name(mesh.device), model.config.hidden_size
+    if choice == "auto" and find_choice_table(device, mesh.tp_size, hidden_size, "p2p") is None:
+        return
+    workspace = create_workspace(mesh.tp_group, MAX_NUMBERS // hidden_size, hidden_size, model.dtype, mesh.device)
+    verify_transport(workspace, gatherer(mesh.tp_group))
+    table = find_choice_table(device, mesh.tp_size, hidden_size, workspace.transport)
+    model.add_norm = FusedAddNorm(
+        model.add_norm,
+        SymmetricOperator(workspace),
+        strategy_of(table, may_be_nccl=choice == "auto"),
+        lambda: model.max_lookahead > 0,
+    )
+
+
+def why_not_fused(model: Decoder, mesh: ParallelMesh) -> str | None:
+    """What keeps a model from the fused junction, the same on all ranks of its group; None: nothing."""
+    hidden_size = model.config.hidden_size
+    if not model.config.pre_norm:
+        return "it takes pre-norm models"
+    if model.dtype not in DTYPES:
+        return f"it takes bfloat16 and float16, and the weights are {model.dtype}"
+    if mesh.device.type != "cuda":
+        return f"it needs GPUs that share memory, and the model is on {mesh.device.type}"
+    if mesh.tp_size > MAX_RANKS or hidden_size > MAX_HIDDEN_SIZE or hidden_size % HIDDEN_SIZE_STEP:
+        return (
+            f"it takes up to {MAX_RANKS} ranks, and hidden sizes that are multiples of {HIDDEN_SIZE_STEP} up to "
+            f"{MAX_HIDDEN_SIZE}, not {mesh.tp_size} ranks of {hidden_size}"
+        )
+    assert mesh.tp_group is not None
+    hosts = gatherer(mesh.tp_group)(socket.gethostname())
+    return None if len(set(hosts)) == 1 else f"the ranks of a layer are on several hosts: {', '.join(hosts)}"
+
+
+def strategy_of(table: ChoiceTable | None, *, may_be_nccl: bool) -> StrategyFor:
+    """By the table, or without one by size; the fused ones only, unless it `may_be_nccl`."""
+
+    def by_size(num_tokens: int) -> str:
+        return "one-shot" if num_tokens <= FEW_TOKENS else "two-shot"
+
+    def strategy(num_tokens: int) -> str:
+        method = by_size(num_tokens) if table is None else choose(table, num_tokens)
+        return by_size(num_tokens) if method == "nccl" and not may_be_nccl else method
+
+    return strategy

@@ -1,0 +1,239 @@
+"""The fused residual junction in whole models, its operator played by threads in plain PyTorch: rows of the residual
+stay with their owners over all half-blocks and a hand-off, and what comes out is the whole model's."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from modules.checkpoint import build_on_meta, load_weights
+from modules.checkpoint_files import StateDict
+from modules.checkpoint_keys import expected_shapes
+from modules.config import ModelConfig
+from modules.decoder import Decoder
+from modules.fused_decode import begin_step, run_step
+from modules.normalization import Norm
+from pipeline_parallel.all_reduce_choice import ChoiceTable
+from pipeline_parallel.communication import ReducingAddNorm
+from pipeline_parallel.engine import parallelise
+from pipeline_parallel.fused_junction import (
+    FusedAddNorm,
+    choose_all_reduce,
+    strategy_of,
+    why_not_fused,
+)
+from pipeline_parallel.kernels.all_reduce_norm import owned_rows, reference_all_reduce_norm
+from pipeline_parallel.mesh import ParallelMesh
+from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
+from tests.modules.tiny_models import tiny_hf_model
+from tests.pipeline_parallel.thread_ranks import on_threads
+
+MAX_TOKENS = 24
+
+
+class ThreadOperator:
+    """The kernels' equation, over what the threads of a group exchange; remembers what it was asked for."""
+
+    dtype = torch.float32
+    max_tokens = MAX_TOKENS
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.group: Any = mesh.tp_group
+        self.rank, self.world_size = mesh.tp_rank, mesh.tp_size
+        self.asked: list[Any] = []
+        self.hidden: Tensor | None = None
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def __call__(
+        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, strategy: str
+    ) -> tuple[Tensor, Tensor]:
+        rows = owned_rows(len(partial), self.rank, self.world_size) if strategy == "two-shot" else range(len(partial))
+        assert residual is None or residual.shape == (len(rows), partial.shape[1])
+        self.asked.append((strategy, len(partial), len(rows)))
+        mine = slice(rows.start, rows.stop)
+        hidden, total = reference_all_reduce_norm(
+            torch.stack(self.group.ranks.exchange(self.rank, partial.float().clone()))[:, mine],
+            residual,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            bias,
+            kind="none" if norm is None else norm.kind,
+            eps=0.0 if norm is None else norm.eps,
+        )
+        if strategy == "two-shot":
+            hidden = torch.cat(self.group.ranks.exchange(self.rank, hidden))
+        if self.hidden is None:
+            self.hidden = torch.empty(MAX_TOKENS, partial.shape[1])
+        self.hidden.fill_(float("nan"))  # good until the next call, and no longer
+        self.hidden[: len(hidden)] = hidden
+        return self.hidden[: len(hidden)], total
+
+
+def by_tokens(num_tokens: int) -> str:
+    return "one-shot" if num_tokens < 6 else "two-shot"
+
+
+def fuse(model: Decoder, mesh: ParallelMesh, strategy_for: Callable[[int], str]) -> ThreadOperator:
+    operator = ThreadOperator(mesh)
+    assert isinstance(model.add_norm, ReducingAddNorm)
+    model.add_norm = FusedAddNorm(model.add_norm, operator, strategy_for, lambda: model.max_lookahead > 0)
+    return operator
+
+
+def loaded(hf_config: dict[str, Any], mesh: ParallelMesh, weights: dict[str, Tensor]) -> Decoder:
+    config = ModelConfig.from_hf(hf_config)
+    model = build_on_meta(config, lambda whole: parallelise(whole, mesh))
+    source = StateDict(dict(weights), config, expected_shapes(build_on_meta(config), config), "tiny")
+    load_weights(model, source, dtype=torch.float32)
+    return model
+
+
+def logits_of(model: Decoder, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Of a ragged prefill and two decode steps: on the last stage; [] on others."""
+    cache, found = model.new_cache(3, 16), []
+    for step, counts in ((slice(0, 7), lengths), (slice(7, 8), None), (slice(8, 9), None)):
+        hidden = model(
+            tokens[:, step], cache=cache, num_tokens=counts, phase="prefill" if counts is not None else "decode"
+        )
+        if model.is_last:
+            found.append(model.logits(hidden))
+    return found
+
+
+@pytest.mark.parametrize("strategy_for", [by_tokens, lambda tokens: "two-shot"], ids=["by-tokens", "two-shot"])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize("kind", ["llama-biases", "opt"])
+def test_logits_are_those_of_one_process(
+    kind: str, tp_size: int, pp_size: int, strategy_for: Callable[[int], str]
+) -> None:
+    hf_config, lengths, tokens = KINDS[kind], torch.tensor([7, 1, 4]), random_tokens(3, 9)
+    weights = tiny_hf_model(hf_config).state_dict()
+    with torch.inference_mode():
+        expected = logits_of(loaded(hf_config, ParallelMesh.single("cpu"), weights), tokens, lengths)
+
+        def run(mesh: ParallelMesh) -> tuple[list[Tensor], list[Any]]:
+            with torch.inference_mode():
+                model = loaded(hf_config, mesh, weights)
+                operator = fuse(model, mesh, strategy_for)
+                return logits_of(model, tokens, lengths), operator.asked
+
+        ranks = on_threads(tp_size, pp_size, run)
+    for found, _ in ranks[-tp_size:]:
+        for step, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(step, theirs, rtol=0, atol=2e-5)
+    for rank, (_, asked) in enumerate(ranks):
+        per_stage = 2 * 3 // pp_size
+        first = ["begin", (strategy_for(21), 21, len(owned_rows(21, rank % tp_size, tp_size)))]
+        passes = asked if rank >= tp_size else asked[: len(first)]
+        if rank < tp_size:
+            assert passes == first
+            assert len(asked) == 3 * (2 + per_stage), "every half-block, and the embeddings, of three passes"
+        else:
+            assert len(asked) == 3 * per_stage and "begin" not in asked
+        assert {call[0] for call in asked if call != "begin"} == {strategy_for(21), strategy_for(3)}
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("kind", ["llama-9-heads-3-groups", "opt"])
+def test_a_decode_step_in_kernels_equals_a_plain_one(kind: str, num_rows: int, is_fused: bool) -> None:
+    """Of three ranks, of which one has less than its share; the residual junction in both ways."""
+    weights, tokens = tiny_hf_model(KINDS[kind]).state_dict(), random_tokens(3, 8)[:num_rows]
+
+    def run(mesh: ParallelMesh) -> list[Tensor]:
+        with torch.inference_mode():
+            model = loaded(KINDS[kind], mesh, weights)
+            if is_fused:
+                fuse(model, mesh, by_tokens)
+            cache = model.new_cache(num_rows, 16)
+            model(tokens[:, :7], cache=cache)
+            cache.has_static_shapes = True
+            before, found = (cache.keys.clone(), cache.values.clone()), []
+            for fused in (False, True):
+                cache.keys.copy_(before[0])
+                cache.values.copy_(before[1])
+                if fused:
+                    found += [run_step(model, tokens[:, 7:], begin_step(model, tokens[:, 7:], cache))]
+                else:
+                    forward_pass = model.begin(tokens[:, 7:], cache=cache, phase="decode")
+                    states, _ = model.run_half_blocks(*model.enter(tokens[:, 7:], forward_pass), forward_pass)
+                    found += [model.logits(states[:, 0]).clone()]
+                found += [cache.keys.clone(), cache.values.clone()]
+            return found
+
+    for found in on_threads(3, 1, run):
+        for plain, ours in zip(found[:3], found[3:], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=2e-5)
+
+
+def test_more_tokens_than_fit_and_what_the_table_says_go_the_unfused_way() -> None:
+    weights, tokens = tiny_hf_model(LLAMA).state_dict(), random_tokens(3, 9)
+
+    def run(mesh: ParallelMesh) -> list[Any]:
+        with torch.inference_mode():
+            model = loaded(LLAMA, mesh, weights)
+            operator = fuse(model, mesh, lambda tokens: "nccl" if tokens == 9 else "two-shot")
+            for rows in (1, 3, 2):  # 9, 27 and 18 tokens
+                model(tokens[:rows])
+            return operator.asked
+
+    for asked in on_threads(2, 1, run):
+        assert {call[1] for call in asked if call != "begin"} == {18}
+
+
+def test_states_that_later_layers_look_back_at_are_kept() -> None:
+    weights, tokens = tiny_hf_model(LLAMA).state_dict(), random_tokens(2, 4)
+
+    def run(mesh: ParallelMesh) -> bool:
+        with torch.inference_mode():
+            model = loaded(LLAMA, mesh, weights)
+            model.max_lookahead = 1
+            fuse(model, mesh, by_tokens)
+            forward_pass = model.begin(tokens)
+            model.run_half_blocks(*model.enter(tokens, forward_pass), forward_pass)
+            kept = [states for layers in forward_pass.inputs.values() for states in layers.values()]
+            return bool(kept) and all(bool(states.isfinite().all()) for states in kept)
+
+    assert on_threads(2, 1, run) == [True, True]
+
+
+def refusal(hf_config: dict[str, Any], dtype: torch.dtype, device: str, tp_size: int = 2) -> str | None:
+    model, group = build_on_meta(ModelConfig.from_hf(hf_config)).to(dtype), cast(Any, object())
+    return why_not_fused(model, ParallelMesh(tp_size=tp_size, tp_group=group, device=torch.device(device)))
+
+
+def test_what_cannot_be_fused_is_said_and_nccl_is_taken_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half, hosts = torch.bfloat16, ["here", "here"]
+    monkeypatch.setattr("pipeline_parallel.fused_junction.gatherer", lambda group: lambda name: hosts)
+    assert "pre-norm" in str(refusal(KINDS["opt-post-norm-projected"], half, "cuda"))
+    assert "weights are torch.float32" in str(refusal(LLAMA, torch.float32, "cuda"))
+    assert "the model is on cpu" in str(refusal(LLAMA, half, "cpu"))
+    assert "not 9 ranks of 48" in str(refusal(LLAMA, half, "cuda", tp_size=9))
+    assert refusal(LLAMA, half, "cuda") is None
+    hosts[:] = ["here", "there"]
+    assert "several hosts: here, there" in str(refusal(LLAMA, half, "cuda"))
+    model = build_on_meta(ModelConfig.from_hf(LLAMA))
+    mesh = ParallelMesh(tp_size=2, device=torch.device("cpu"))
+    before = model.add_norm
+    choose_all_reduce(model, mesh, "auto")
+    choose_all_reduce(model, ParallelMesh.single("cpu"), "fused")
+    assert model.add_norm is before
+    with pytest.raises(
+        ValueError, match="--all-reduce fused: it takes bfloat16 and float16, and the weights are torch.fl"
+    ):
+        choose_all_reduce(model, mesh, "fused")
+
+
+def test_strategies_follow_the_table_or_the_size() -> None:
+    fastest = ((1, "one-shot"), (64, "nccl"), (1024, "two-shot"))
+    table = ChoiceTable(device="X", ranks=2, hidden_size=48, transport="p2p", fastest=fastest)
+    auto, fused = strategy_of(table, may_be_nccl=True), strategy_of(table, may_be_nccl=False)
+    assert [auto(count) for count in (1, 60, 100, 2000)] == ["one-shot", "nccl", "nccl", "two-shot"]
+    assert [fused(count) for count in (1, 60, 100, 2000)] == ["one-shot", "one-shot", "two-shot", "two-shot"]
+    assert [strategy_of(None, may_be_nccl=True)(count) for count in (64, 65)] == ["one-shot", "two-shot"]
