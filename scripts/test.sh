@@ -11,14 +11,14 @@ for source in modules pipeline_parallel sparse_predictor data analysis scripts c
     if [ -e "$source" ]; then sources+=("$source"); fi
 done
 
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(getconf _NPROCESSORS_ONLN)}"
-export OMP_NUM_THREADS
+# Two halves run side by side, one of which starts up to four ranks: more threads each would only wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "==> ruff format --check"
 $python -m ruff format --check "${sources[@]}" tests
 echo "==> ruff check"
 $python -m ruff check "${sources[@]}" tests
-# Two halves side by side: starting ranks mostly waits. Triton reads TRITON_INTERPRET when it is imported, and then
+# Starting ranks mostly waits, so the rest runs beside it. Triton reads TRITON_INTERPRET when it is imported, and then
 # compiles nothing: hence a process of its own.
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
