@@ -142,8 +142,8 @@ def find_choice_table(
 ) -> ChoiceTable | None:
     """The table of this device, number of ranks and transport whose hidden size is the nearest in ratio.
 
-    None, with a warning that is given once, if none was measured. `paths`: choice files, by default the shipped ones;
-    of two files with a table for the same key the later counts.
+    None if none was measured; a warning, given once, if only for another hidden size. `paths`: choice files, by default
+    the shipped ones; of two files with a table for the same key the later counts.
     """
     paths = sorted(CONFIGS_DIR.glob("*.json")) if paths is None else paths
     tables = {table.key: table for path in paths for table in read_choice_tables(path)}
@@ -152,7 +152,6 @@ def find_choice_table(
     ]
     unknown = f"which all-reduce is the fastest was not measured for {describe(device, ranks, hidden_size, transport)}"
     if not fitting:
-        warn_once(f"{unknown}: NCCL's is taken (scripts.benchmark.communication --tune measures)")
         return None
     nearest = min(fitting, key=lambda table: (ratio(table.hidden_size, hidden_size), table.hidden_size))
     if nearest.hidden_size != hidden_size:
@@ -165,7 +164,7 @@ def describe(device: str, ranks: int, hidden_size: int, transport: str) -> str:
     return f"{ranks} x {device}, hidden size {hidden_size}, {transport}"
 
 
-@cache  # a model asks for every layer
+@cache
 def warn_once(message: str) -> None:
     """Log a warning unless it was logged before."""
     logger.warning(message)

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.normalization import Norm
-from pipeline_parallel.all_reduce_choice import ChoiceTable, choose, find_choice_table
+from pipeline_parallel.all_reduce_choice import TRANSPORTS, ChoiceTable, choose, find_choice_table
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin, owned_rows
 from pipeline_parallel.kernels.transport import verify_transport
@@ -96,6 +97,8 @@ class SymmetricOperator:
 class FusedAddNorm:
     """The residual junction through an operator where it is the fastest, else as `ReducingAddNorm`.
 
+    A pass begins with the operator's `begin` where it begins with embeddings. Later stages hold whole layers, so an
+    even number of junctions, after which the workspace's two partials have had equal turns.
     `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite.
     """
 
@@ -157,28 +160,43 @@ def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> 
     """
     if choice == "nccl" or mesh.tp_size == 1:
         return
-    problem = why_not_fused(model, mesh)
-    if problem is not None:
-        if choice == "fused":
-            raise ValueError(f"--all-reduce fused: {problem}")
-        return
     assert mesh.tp_group is not None and isinstance(model.add_norm, ReducingAddNorm)
-    device, hidden_size = torch.cuda.get_device_name(mesh.device), model.config.hidden_size
-    if choice == "auto" and find_choice_table(device, mesh.tp_size, hidden_size, "p2p") is None:
+    hidden_size, workspace, table = model.config.hidden_size, None, None
+    problem = why_not_fused(model, mesh)
+    device = "" if problem else torch.cuda.get_device_name(mesh.device)
+    tables = {} if problem else measured_tables(device, mesh.tp_size, hidden_size)
+    # All ranks of all stages must decide alike, before they meet in a collective call and in what they hand on.
+    same = len(set(mesh.gather((problem, device, repr(tables))))) == 1
+    if problem is None and not same:
+        problem = "the ranks differ in their GPUs, their hosts or the tables that they know"
+    if problem is None and (tables or choice == "fused"):
+        workspace = create_workspace(mesh.tp_group, MAX_NUMBERS // hidden_size, hidden_size, model.dtype, mesh.device)
+        verify_transport(workspace, gatherer(mesh.tp_group))
+        if len(set(mesh.gather(workspace.transport))) > 1:
+            problem = "some groups of ranks have NVLink multicast, and others do not"
+        table = tables.get(workspace.transport)
+    if problem is None and table is None and choice == "auto":
+        problem = "nothing was measured for these GPUs (scripts.benchmark.communication --tune measures)"
+    if problem is not None and choice == "fused":
+        raise ValueError(f"--all-reduce fused: {problem}")
+    if problem is not None or workspace is None:
+        logger.info(f"--all-reduce auto: NCCL, since {problem}")
         return
-    workspace = create_workspace(mesh.tp_group, MAX_NUMBERS // hidden_size, hidden_size, model.dtype, mesh.device)
-    verify_transport(workspace, gatherer(mesh.tp_group))
-    table = find_choice_table(device, mesh.tp_size, hidden_size, workspace.transport)
+    strategy_for = strategy_of(table, may_be_nccl=choice == "auto")
     model.add_norm = FusedAddNorm(
-        model.add_norm,
-        SymmetricOperator(workspace),
-        strategy_of(table, may_be_nccl=choice == "auto"),
-        lambda: model.max_lookahead > 0,
+        model.add_norm, SymmetricOperator(workspace), strategy_for, lambda: model.max_lookahead > 0
     )
+    logger.info(f"--all-reduce {choice}: fused, {workspace.transport}")
+
+
+def measured_tables(device: str, ranks: int, hidden_size: int) -> dict[str, ChoiceTable]:
+    """By transport, what was measured on such devices."""
+    found = {transport: find_choice_table(device, ranks, hidden_size, transport) for transport in TRANSPORTS}
+    return {transport: table for transport, table in found.items() if table is not None}
 
 
 def why_not_fused(model: Decoder, mesh: ParallelMesh) -> str | None:
-    """What keeps a model from the fused junction, the same on all ranks of its group; None: nothing."""
+    """What keeps a model from the fused junction; None: nothing (a collective call of the tensor-parallel group)."""
     hidden_size = model.config.hidden_size
     if not model.config.pre_norm:
         return "it takes pre-norm models"
@@ -203,7 +221,7 @@ def strategy_of(table: ChoiceTable | None, *, may_be_nccl: bool) -> StrategyFor:
         return "one-shot" if num_tokens <= FEW_TOKENS else "two-shot"
 
     def strategy(num_tokens: int) -> str:
-        method = by_size(num_tokens) if table is None else choose(table, num_tokens)
+        method = "nccl" if table is None else choose(table, num_tokens)
         return by_size(num_tokens) if method == "nccl" and not may_be_nccl else method
 
     return strategy

@@ -23,10 +23,12 @@ $python -m ruff check "${sources[@]}" tests
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 {
+    failed=0
     echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
-    TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter
+    TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter || failed=1
     echo "==> pytest tests/pipeline_parallel"
-    $python -m pytest tests/pipeline_parallel
+    $python -m pytest tests/pipeline_parallel || failed=1
+    exit "$failed"
 } >"$log" 2>&1 &
 other_half=$!
 failed=0  # a half that fails must not hide what the other says

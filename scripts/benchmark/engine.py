@@ -18,7 +18,7 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
-from pipeline_parallel.fused_junction import AllReduce, FusedAddNorm, choose_all_reduce
+from pipeline_parallel.fused_junction import AllReduce, FusedAddNorm, choose_all_reduce, strategy_of
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
@@ -171,7 +171,8 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
     baselines: dict[str, dict[int, float]] = {}
     expected: list[list[float]] = []
     ceiling, peak, num_bytes = 0.0, 0.0, 0
-    sizes, all_reduce = options.batch_size, "nccl"
+    sizes = options.batch_size
+    strategy_for = strategy_of(None, may_be_nccl=True)
     if mesh.rank == 0:
         model = random_model(config, seed=options.seed, dtype=dtype, device=device)
         num_bytes = bytes_of_weights(model)
@@ -213,7 +214,7 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
         if isinstance(model.add_norm, FusedAddNorm):
             baselines["NCCL"] = found
             found = measure_mesh()
-            all_reduce = "fused"
+            strategy_for = model.add_norm.strategy_for
     records = []
     if mesh.rank == 0:
         labels: dict[str, Any] = {
@@ -224,11 +225,11 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
             "tp_size": mesh.tp_size,
             "pp_size": mesh.pp_size,
             "dp_size": mesh.dp_size,
-            "all_reduce": all_reduce,
             "prompt_tokens": options.prompt_tokens,
             "new_tokens": options.new_tokens,
         }
         for batch_size, value in found.items():
+            num_tokens = batch_size * (1 if name == "decode" else options.prompt_tokens)
             # A stage reads its weights once for each micro-batch.
             reads_per_s = value / batch_size / mesh.dp_size * min(mesh.pp_size, batch_size)
             achieved = reads_per_s * num_bytes / 1e9 / mesh.pp_size / mesh.tp_size
@@ -252,7 +253,7 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
                 records.append(
                     make_record(
                         name,
-                        {**labels, "batch_size": batch_size},
+                        {**labels, "batch_size": batch_size, "all_reduce": strategy_for(num_tokens)},
                         "tokens_per_s",
                         value,
                         "tokens/s",

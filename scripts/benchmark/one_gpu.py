@@ -20,7 +20,7 @@ from modules.decode_graphs import can_capture
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark.decoding_check import REPORTED, SHALLOW, SHALLOW_LAYERS, DecodingCheck, Limits
+from scripts.benchmark.decoding_check import REPORTED, SHALLOW, SHALLOW_HALF, SHALLOW_LAYERS, DecodingCheck, Limits
 from scripts.benchmark.engine import NUM_CHECKED, bytes_of_weights, echoed, measure, release
 from scripts.benchmark.forced_decoding import forced_likelihood
 from scripts.benchmark.hugging_face import (
@@ -33,7 +33,7 @@ from scripts.benchmark.random_predictors import Sizes, attach_random
 from scripts.benchmark.step_bytes import StepBytes, step_bytes
 from scripts.benchmark.subject import Subject, SubjectOptions, load_subject
 from scripts.benchmark.timing import measure_read_ceiling
-from scripts.model_loading import resolve_device
+from scripts.model_loading import Dtype, resolve_device
 from scripts.train import parse_rank
 from sparse_predictor.predictor import auto_rank, auto_standin_rank
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
@@ -67,19 +67,21 @@ class Options(SubjectOptions):
 
 
 def check_shallow(options: Options, device: torch.device) -> None:
-    """ValueError if a sparse random model of this shape, with two layers, decodes what its masked prefill does not."""
-    subject = load_subject(replace(options, dtype="float32"), device, num_layers=SHALLOW_LAYERS)
-    check_method(options, subject.model.config)
-    model, mesh = subject.model, ParallelMesh.single(device)
-    check = DecodingCheck(sparse=True, limits=SHALLOW)
-    batches = {size: subject.requests(size, options.new_tokens) for size in options.batch_size}
-    with tempfile.TemporaryDirectory() as folder:
-        attach(options, subject, mesh, Path(folder), batches[max(batches)])
-        measure(model, mesh, batches, decode_speed, 1, check)
-    found = {size: f"{mean:.1e}" for size, (_, mean) in check.differences.items()}
-    logger.info(
-        f"{SHALLOW_LAYERS} layers, float32: decoding and a masked prefill differ by {found} nats in the mean, by batch"
-    )
+    """ValueError if a sparse random model of this shape, with two layers, decodes what its masked prefill does not:
+    in float32, and in the half precision that is timed, whose kernels are tiled differently."""
+    cases: list[tuple[Dtype, Limits]] = [("float32", SHALLOW)]
+    if options.dtype in ("bfloat16", "float16") or (options.dtype == "auto" and device.type == "cuda"):
+        cases.append((options.dtype, SHALLOW_HALF))
+    for dtype, limits in cases:
+        subject = load_subject(replace(options, dtype=dtype), device, num_layers=SHALLOW_LAYERS)
+        check_method(options, subject.model.config)
+        model, mesh, check = subject.model, ParallelMesh.single(device), DecodingCheck(sparse=True, limits=limits)
+        batches = {size: subject.requests(size, options.new_tokens) for size in options.batch_size}
+        with tempfile.TemporaryDirectory() as folder:
+            attach(options, subject, mesh, Path(folder), batches[max(batches)])
+            measure(model, mesh, batches, decode_speed, 1, check)
+        found = {size: f"{mean:.1e}" for size, (_, mean) in check.differences.items()}
+        logger.info(f"{SHALLOW_LAYERS} layers, {model.dtype}: decoding and a masked prefill differ by {found} nats")
 
 
 def decode_speed(timings: GenerationTimings) -> float:

@@ -91,7 +91,7 @@ def test_a_table_is_found_by_device_ranks_and_transport_and_the_nearest_hidden_s
     assert len(warnings) == 1 and "for 2 x GPU A, hidden size 5120, p2p: what was for hidden size 4096" in warnings[0]
     for _ in range(2):
         assert find_choice_table("GPU A", 8, 4096, "p2p", [path]) is None
-    assert len(warnings) == 2 and "8 x GPU A, hidden size 4096, p2p: NCCL's is taken" in warnings[1]
+    assert len(warnings) == 1
 
 
 def test_of_two_files_the_later_counts(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_of_two_files_the_later_counts(tmp_path: Path) -> None:
 def test_shipped_files_can_be_read(warnings: list[str]) -> None:
     for path in CONFIGS_DIR.glob("*.json"):
         assert read_choice_tables(path)
-    assert find_choice_table("no such device", 2, 4096, "p2p") is None and len(warnings) == 1
+    assert find_choice_table("no such device", 2, 4096, "p2p") is None and not warnings
 
 
 ROW = {"device": "GPU A", "ranks": 2, "hidden_size": 4096, "transport": "p2p", "fastest": {"1": "nccl"}}

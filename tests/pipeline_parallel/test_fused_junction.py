@@ -2,6 +2,7 @@
 stay with their owners over all half-blocks and a hand-off, and what comes out is the whole model's."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -206,7 +207,7 @@ def refusal(hf_config: dict[str, Any], dtype: torch.dtype, device: str, tp_size:
     return why_not_fused(model, ParallelMesh(tp_size=tp_size, tp_group=group, device=torch.device(device)))
 
 
-def test_what_cannot_be_fused_is_said_and_nccl_is_taken_unless_it_was_asked_for(
+def test_what_cannot_be_fused_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half, hosts = torch.bfloat16, ["here", "here"]
@@ -218,16 +219,60 @@ def test_what_cannot_be_fused_is_said_and_nccl_is_taken_unless_it_was_asked_for(
     assert refusal(LLAMA, half, "cuda") is None
     hosts[:] = ["here", "there"]
     assert "several hosts: here, there" in str(refusal(LLAMA, half, "cuda"))
-    model = build_on_meta(ModelConfig.from_hf(LLAMA))
-    mesh = ParallelMesh(tp_size=2, device=torch.device("cpu"))
-    before = model.add_norm
+
+
+@pytest.mark.parametrize("measured", [(), ("p2p",), ("multimem",), ("p2p", "multimem")])
+@pytest.mark.parametrize("transport", ["p2p", "multimem"])
+@pytest.mark.parametrize("choice", ["auto", "fused"])
+def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
+    choice: Any, transport: str, measured: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(device: str, ranks: int, hidden_size: int, kind: str) -> ChoiceTable | None:
+        fastest = ((1, "nccl"), (64, "one-shot"))
+        fields = {"device": device, "ranks": ranks, "hidden_size": hidden_size, "transport": kind}
+        return ChoiceTable(**fields, fastest=fastest) if kind in measured else None  # type: ignore[arg-type]
+
+    def create(group: Any, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: Any) -> Any:
+        fields = {"rank": 0, "world_size": 2, "max_tokens": max_tokens, "dtype": dtype, "transport": transport}
+        return SimpleNamespace(**fields)
+
+    for name, fake in (
+        ("find_choice_table", find),
+        ("create_workspace", create),
+        ("why_not_fused", lambda model, mesh: None),
+        ("verify_transport", lambda workspace, gather: None),
+    ):
+        monkeypatch.setattr(f"pipeline_parallel.fused_junction.{name}", fake)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
+    monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
+    model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh)).to(torch.bfloat16)
+    choose_all_reduce(model, mesh, choice)
+    if choice == "auto" and transport not in measured:
+        assert isinstance(model.add_norm, ReducingAddNorm)
+        return
+    assert isinstance(model.add_norm, FusedAddNorm)
+    few = "nccl" if choice == "auto" else "one-shot"
+    assert [model.add_norm.strategy_for(count) for count in (1, 64)] == [few, "one-shot"]
+
+
+def test_ranks_that_differ_stay_unfused_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
+    model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh))
+    monkeypatch.setattr("pipeline_parallel.fused_junction.why_not_fused", lambda model, mesh: None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, "another"])
     choose_all_reduce(model, mesh, "auto")
+    assert isinstance(model.add_norm, ReducingAddNorm)
+    with pytest.raises(ValueError, match="--all-reduce fused: the ranks differ in their GPUs"):
+        choose_all_reduce(model, mesh, "fused")
+
+
+def test_no_tensor_parallelism_no_choice() -> None:
+    model = build_on_meta(ModelConfig.from_hf(LLAMA))
+    before = model.add_norm
     choose_all_reduce(model, ParallelMesh.single("cpu"), "fused")
     assert model.add_norm is before
-    with pytest.raises(
-        ValueError, match="--all-reduce fused: it takes bfloat16 and float16, and the weights are torch.fl"
-    ):
-        choose_all_reduce(model, mesh, "fused")
 
 
 def test_strategies_follow_the_table_or_the_size() -> None:
@@ -236,4 +281,5 @@ def test_strategies_follow_the_table_or_the_size() -> None:
     auto, fused = strategy_of(table, may_be_nccl=True), strategy_of(table, may_be_nccl=False)
     assert [auto(count) for count in (1, 60, 100, 2000)] == ["one-shot", "nccl", "nccl", "two-shot"]
     assert [fused(count) for count in (1, 60, 100, 2000)] == ["one-shot", "one-shot", "two-shot", "two-shot"]
-    assert [strategy_of(None, may_be_nccl=True)(count) for count in (64, 65)] == ["one-shot", "two-shot"]
+    assert [strategy_of(None, may_be_nccl=True)(count) for count in (64, 65)] == ["nccl", "nccl"]
+    assert [strategy_of(None, may_be_nccl=False)(count) for count in (64, 65)] == ["one-shot", "two-shot"]

@@ -123,20 +123,22 @@ def test_decoding_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
     assert not (tmp_path / "decode.jsonl").exists()
 
 
-def test_a_sparse_random_model_is_checked_in_float32_whatever_is_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("offsets", "allowed"), [((0.02,), "0.01"), ((0.0, 1.0), "0.5")])
+def test_a_sparse_random_model_is_checked_in_float32_and_in_what_is_timed(
+    offsets: tuple[float, ...], allowed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real, looked_at = measure_achieved, []
 
     def spoiled(model: Any, *arguments: Any) -> Any:
         found = real(model, *arguments)
         looked_at.append((model.dtype, len(model.layers)))
-        return replace(found, logprobs=[[value + 0.02 for value in row] for row in found.logprobs])
+        spoilt = offsets[len(looked_at) - 1]
+        return replace(found, logprobs=[[value + spoilt for value in row] for row in found.logprobs])
 
     monkeypatch.setattr("scripts.benchmark.decoding_check.measure_achieved", spoiled)
-    with pytest.raises(ValueError, match=r"differ by .* \(allowed 0.01\)"):
+    with pytest.raises(ValueError, match=rf"differ by .* \(allowed {allowed}\)"):
         decode(tmp_path, method="predictor", dtype="bfloat16")
-    assert looked_at == [(torch.float32, 2)]
+    assert looked_at == [(torch.float32, 2), (torch.bfloat16, 2)][: len(offsets)]
 
 
 def test_limits_hold_the_mean_narrowly_and_refuse_nan() -> None:
