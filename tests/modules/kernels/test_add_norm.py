@@ -1,6 +1,5 @@
 """The junction: its reference on a CPU, what the kernel compiles to, and the compiled kernel on a GPU."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from modules.kernels import add_norm
 from modules.kernels.add_norm import DTYPES, KINDS, fused_add_norm
 from tests.modules.kernels import add_norm_cases as cases
+from tests.modules.kernels.compiled import compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -87,7 +87,7 @@ def compiled_ptx(hidden_size: int, kind: str) -> str:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("hidden_size", [4096, 5120, 16384])
 def test_kernel_moves_16_bytes_at_a_time_and_keeps_the_row_in_registers(

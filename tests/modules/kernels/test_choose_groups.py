@@ -1,6 +1,5 @@
 """The choice of head groups: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from modules.kernels import choose_groups as module
 from modules.kernels.choose_groups import choose_groups
 from modules.kernels.deferred_norm import DeferredNorm
 from tests.modules.kernels import choose_groups_cases as cases
-from tests.modules.kernels.compiled import NORMED, compiled_ptx
+from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -57,7 +56,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         choose_groups(DeferredNorm.plain(torch.zeros(2, 16)), **{**arguments, "count": 2, **changes})
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 def test_all_of_the_first_matrix_is_on_its_way_before_the_kernel_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

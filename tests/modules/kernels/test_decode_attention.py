@@ -1,6 +1,5 @@
 """Attention of one token a row: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from modules.kernels import decode_attention
 from modules.kernels.decode_attention import SplitHeads, Tuning, attend, default_tuning
 from modules.kernels.riders import Requests
 from tests.modules.kernels import decode_attention_cases as cases
-from tests.modules.kernels.compiled import compiled_ptx
+from tests.modules.kernels.compiled import compiled_ptx, compiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -103,7 +102,7 @@ def attention_ptx(case: cases.Case) -> str:
     return compiled_ptx(decode_attention.decode_attention_kernel, types, constants | requested, tuning.num_warps)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 def test_kernel_reads_16_bytes_at_a_time_and_multiplies_on_tensor_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

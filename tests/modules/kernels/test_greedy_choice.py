@@ -1,6 +1,5 @@
 """The greedy choice: the reference on a CPU, what the kernels compile to, and the kernels on a GPU."""
 
-import os
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from modules.kernels import greedy_choice as module
 from modules.kernels.greedy_choice import greedy_choice
 from tests.modules.kernels import greedy_choice_cases as cases
-from tests.modules.kernels.compiled import compiled_ptx
+from tests.modules.kernels.compiled import compiled_ptx, compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -35,7 +34,7 @@ def test_what_does_not_fit_is_refused(logits: torch.Tensor, message: str) -> Non
         greedy_choice(logits)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 def test_kernels_read_16_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

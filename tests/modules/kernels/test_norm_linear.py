@@ -1,6 +1,5 @@
 """The product of deferred states: its reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.norm_linear import norm_linear
 from modules.kernels.weight_tiles import Tuning, tuning_of_shape
 from tests.modules.kernels import norm_linear_cases as cases
-from tests.modules.kernels.compiled import NORMED, compiled_ptx
+from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -69,7 +68,7 @@ def test_small_products_use_every_multiprocessor_and_large_ones_stay() -> None:
     assert tuning_of_shape(1, 128256, 3072, 2, 132) == Tuning(1, 4, 528)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 def test_kernel_reads_16_bytes_at_a_time_and_its_first_weights_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

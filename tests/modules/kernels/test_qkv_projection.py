@@ -1,6 +1,5 @@
 """Queries, keys and values: the reference on a CPU, what the kernel compiles to, and the compiled kernel on a GPU."""
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.qkv_projection import default_tuning, project_qkv
 from modules.positions import RotaryPositions, rotary_table
 from tests.modules.kernels import qkv_projection_cases as cases
+from tests.modules.kernels.compiled import compiles
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -96,7 +96,7 @@ def compiled_ptx(case: cases.Case) -> str:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 @pytest.mark.parametrize("case", [cases.Case(1, 3072, 24, 8, 128), cases.Case(1, 576, 9, 3, 64, is_selective=True)])
 def test_kernel_reads_16_bytes_at_a_time_before_it_waits(
     case: cases.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,5 @@
 """Scores and list in one pass: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.predictor import Predictor
 from sparse_predictor.selectors import CatsSelector, PredictorSelector
 from tests.modules.kernels import select_units_cases as cases
-from tests.modules.kernels.compiled import NORMED, compiled_ptx
+from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -121,7 +120,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         select_units(DeferredNorm.plain(torch.zeros(2, 8)), **{**arguments, **changes})
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 def test_kernel_reads_16_bytes_at_a_time_and_its_first_weights_before_it_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

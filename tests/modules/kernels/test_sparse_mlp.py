@@ -1,6 +1,5 @@
 """MLP over active neurons: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.riders import Rider
 from modules.kernels.sparse_mlp import sparse_mlp
 from tests.modules.kernels import sparse_mlp_cases as cases
-from tests.modules.kernels.compiled import NORMED, compiled_ptx
+from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -70,7 +69,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         sparse_mlp(**{**cases.mlp_inputs(cases.SMALL_CASES[0], torch.float32), **changes})
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 @pytest.mark.parametrize("is_early", [False, True])
 def test_kernel_reads_16_bytes_at_a_time_and_early_neurons_before_it_waits(
     is_early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,5 @@
 """Products of thinned vectors: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from modules.kernels.sparse_mlp import Tuning
 from modules.kernels.thinned_entries import Activations
 from modules.kernels.thinned_rows import TUNING, thinned_rows
 from tests.modules.kernels import thinned_rows_cases as cases
-from tests.modules.kernels.compiled import NORMED, compiled_ptx
+from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SUMS: dict[str, str | None] = dict.fromkeys(("gate_sums", "up_sums", "gate_bias", "up_bias"))
@@ -107,7 +106,7 @@ def compiled(types: dict[str, str | None], num_inputs: int, width: int, num_matr
     )
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles under the interpreter")
+@compiles
 def test_kernel_reads_rows_16_bytes_at_a_time_and_waits_before_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

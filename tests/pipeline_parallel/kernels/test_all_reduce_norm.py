@@ -22,10 +22,10 @@ from pipeline_parallel.kernels.all_reduce_norm import (
 )
 from pipeline_parallel.kernels.workspace import Workspace, workspace_of
 from tests.modules.kernels import add_norm_cases
+from tests.modules.kernels.compiled import compiles
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right
 
 needs_triton = pytest.mark.skipif(operator.triton is None, reason="triton is not installed")
-compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles when interpreted")
 TOKEN_COUNTS = (0, 1, 2, 3, 4, 5, 63, 64, 77, 255, 257, 1023, 1025, 16384)
 POINTERS = ("partial_pointers", "hidden_pointers", "signal_pointers")
 VECTORS = ("weight", "norm_bias", "bias")

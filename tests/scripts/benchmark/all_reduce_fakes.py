@@ -12,6 +12,8 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.all_reduce_bench import EPS, Bench, Methods, Point
 from scripts.benchmark.timing import Timing
 
+ALL_METHODS = ("one-shot", "two-shot", "nccl", "torch one-shot", "torch two-shot")
+
 
 class OneRank:
     """Every method by the equation, in the places where the kernels have theirs: two partials that take turns, and one
