@@ -177,13 +177,13 @@ class FusedDecode:
         """Zeros for a layer that drops small inputs: float32 [M, F] for the gate's and the up projection's sums (M 1
         without a gate), int32 [2] for the entries kept of its two inputs. One fill a step."""
         config = self.model.config
-        num_matrices, width = 1 + config.gated_mlp, config.intermediate_size
+        num_layers, num_matrices, width = config.num_hidden_layers, 1 + config.gated_mlp, config.intermediate_size
         if self._thinned is None:
-            size = num_matrices * width + 4  # 16 bytes, so that the next layer's are aligned
-            self._thinned = torch.zeros(config.num_hidden_layers, -(-size // 4) * 4, device=self.model.device)
-        zeros = self._thinned[layer_idx]
-        counters = zeros[num_matrices * width :].view(torch.int32)
-        return zeros[: num_matrices * width].view(num_matrices, width), counters[:2]
+            size = -(-num_matrices * width // 4) * 4  # 16 bytes, so that the next layer's are aligned
+            self._thinned = torch.zeros(num_layers * (size + 2), device=self.model.device)
+        counters = self._thinned[-2 * num_layers :].view(torch.int32).view(num_layers, 2)
+        zeros = self._thinned[: -2 * num_layers].view(num_layers, -1)
+        return zeros[layer_idx, : num_matrices * width].view(num_matrices, width), counters[layer_idx]
 
     def select(
         self,

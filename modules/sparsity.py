@@ -97,15 +97,16 @@ class ActiveList:
 class ActiveSet:
     """The active units of each row.
 
-    `mask` bool [rows, U]. `compensation` [rows, D] is added to the block's output (the stand-in for what is
-    skipped). `gate_values` [rows, U]: act(gate) where the selector has already paid for it (CATS). `is_early`: see
-    ActiveList.
+    `mask` bool [rows, U]. `compensation` [rows, D] is added to the block's output (the stand-in for what is skipped).
+    `gate_values` [rows, U]: act(gate) where the selector has already paid for it (CATS). `count`: active units of every
+    row, where the host knows. `is_early`: see ActiveList.
     """
 
     mask: Tensor
     compensation: Tensor | None = None
     gate_values: Tensor | None = None
     is_early: bool = False
+    count: int | None = None
 
     @property
     def num_active(self) -> Tensor:
@@ -207,8 +208,7 @@ class BlockStats:
     @property
     def density(self) -> float:
         """Mean share of units computed, 1.0 if nothing ran."""
-        total = int(self.total)
-        return int(self.active) / total if total else 1.0
+        return int(self.active) / total if (total := int(self.total)) else 1.0
 
 
 class SparsityStats:

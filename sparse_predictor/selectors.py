@@ -60,7 +60,7 @@ class PredictorSelector:
             if not self.rides("attention"):
                 return ActiveSet.from_scores(predictor.scores(source.normed()), self.count)
             flags = choose_groups(source, predictor.first, predictor.second, predictor.bias, count=self.count)
-            return ActiveSet(flags)
+            return ActiveSet(flags, count=self.count)
         inner = DeferredNorm.plain(norm_linear(source, predictor.first, None, out_dtype=source.dtype))
         if self.count is not None:
             scores = norm_linear(inner, predictor.second, predictor.bias, out_dtype=source.dtype)
@@ -99,7 +99,7 @@ class PredictorSelector:
     def answer(self, request: UnitRequest | GroupRequest) -> Choice:
         """See `RidingSelector`."""
         if isinstance(request, GroupRequest):
-            return ActiveSet(request.flags, is_early=True)
+            return ActiveSet(request.flags, is_early=True, count=request.count)
         return replace(request.found, standin=self.standin_in_step)
 
     @cached_property

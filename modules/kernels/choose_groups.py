@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.kernels.arguments import DTYPES, Expected, check_tensors
-from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch
+from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch, equal_copies
 from modules.kernels.weight_tiles import check_linear
 
 try:
@@ -137,6 +137,7 @@ def choose_groups(states: DeferredNorm, first: Tensor, second: Tensor, score_bia
             BLOCK=block,
             num_warps=NUM_WARPS,
             **dependent_launch(first),
+            **equal_copies(first.dtype),
         )
     return active
 

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from modules.kernels.arguments import check_attention
-from modules.kernels.deferred_norm import can_launch, dependent_launch, is_interpreted, num_multiprocessors
+from modules.kernels.deferred_norm import (
+    can_launch,
+    dependent_launch,
+    equal_copies,
+    is_interpreted,
+    num_multiprocessors,
+)
 from modules.kernels.riders import Requests
 from modules.kernels.split_heads import SplitHeads, reference_attend
 
@@ -33,6 +39,7 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
 
 GRANULE = 16  # positions: ranges begin at multiples of it
 MAX_SPLITS = 16  # the reader's work grows with them
+MAX_SPLITS_SERVING = 8  # beside programs that serve requests
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,13 @@ class Tuning:
     num_warps: int
 
 
-def default_tuning(num_rows: int, num_groups: int, max_seqlen: int, multiprocessors: int) -> Tuning:
+def default_tuning(
+    num_rows: int, num_groups: int, max_seqlen: int, multiprocessors: int, *, serves: bool = False
+) -> Tuning:
     """By shapes alone: at most two programs a multiprocessor, which leaves registers to the next kernel, and no more
-    splits than there can be ranges."""
-    splits = min(2 * multiprocessors // (num_rows * num_groups), MAX_SPLITS, -(-max_seqlen // GRANULE))
+    splits than there can be ranges. `serves`: whether other programs of the launch serve requests."""
+    most = MAX_SPLITS_SERVING if serves else MAX_SPLITS
+    splits = min(2 * multiprocessors // (num_rows * num_groups), most, -(-max_seqlen // GRANULE))
     splits = 1 << (max(1, splits).bit_length() - 1)
     return Tuning(splits, block=32, num_warps=4)
 
@@ -250,7 +260,8 @@ def attend(
     num_rows, num_groups, max_seqlen, head_dim = keys.shape
     num_heads = queries.shape[1]
     if tuning is None:
-        tuning = default_tuning(num_rows, num_groups, max_seqlen, num_multiprocessors(queries.device))
+        multiprocessors, serves = num_multiprocessors(queries.device), requests.num_programs > 0
+        tuning = default_tuning(num_rows, num_groups, max_seqlen, multiprocessors, serves=serves)
     shape = (num_rows, num_heads, tuning.num_splits)
     outputs = torch.empty(*shape, head_dim, dtype=torch.float32, device=queries.device)
     maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
@@ -282,5 +293,6 @@ def attend(
             GRANULE=GRANULE,
             num_warps=tuning.num_warps,
             **dependent_launch(queries),
+            **equal_copies(queries.dtype),
         )
     return SplitHeads(outputs, maxima, sums)

@@ -121,6 +121,14 @@ def dependent_launch(tensor: Tensor) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
+def equal_copies(dtype: torch.dtype) -> dict[str, Any]:
+    """Launch options of a kernel that compares sums with each other, or counts which are large enough, for weights of
+    `dtype`. Lanes hold copies of one sum; where a product is fused with the addition of another lane's, the copies
+    differ in the last bit, and what they are compared with twice no longer adds up. In half precision products are
+    exact in float32, fused or not."""
+    return {"enable_fp_fusion": dtype != torch.float32}
+
+
 if triton is not None:
 
     @triton.jit

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from modules.kernels.activations import ACTIVATION_FUNCTIONS
 from modules.kernels.arguments import check_tensors
-from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch
+from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch, equal_copies
 from modules.kernels.weight_tiles import Tuning, check_linear, memory_for_rows, tuning_for
 from modules.sparsity import ActiveList
 
@@ -239,5 +239,6 @@ def launch_select_units(
             ACTIVATION=activation,
             **tuning.options(),
             **dependent_launch(weight),
+            **equal_copies(weight.dtype),
         )
     return replace(found, indices=indices.sort().values) if fixed_order else found

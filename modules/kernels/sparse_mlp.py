@@ -217,13 +217,13 @@ if triton is not None:
             tl.atomic_add(output + offsets, total, mask=mask, sem="relaxed")
 
 
-def tuning_of(weight: Tensor, rows: int) -> Tuning:
-    """What was fastest in whole steps, on an H100 and an H200."""
+def tuning_of(weight: Tensor, rows: int, num_matrices: int) -> Tuning:
+    """Fastest in whole steps, H100 and H200; `num_matrices` 2 or 3: (gate,) up, down."""
     if rows > 1:
         return Tuning(units=1, num_warps=8 if rows <= 2 else 16, programs_per_sm=2 if rows <= 2 else 1)
     if weight.shape[1] * weight.itemsize <= 6144:
         return Tuning(units=2, num_warps=4, programs_per_sm=2)
-    return Tuning(units=1, num_warps=8, programs_per_sm=2)
+    return Tuning(4, 8, programs_per_sm=1) if num_matrices == 2 else Tuning(1, 8, programs_per_sm=2)
 
 
 def sparse_mlp(
@@ -255,7 +255,8 @@ def sparse_mlp(
             rider.in_plain_pytorch(states.normed())
         return result if output is None else output.add_(result)
     rows, hidden_size = states.partial.shape
-    tuning = tuning or tuning_of(up, rows)
+    known_gates = active is not None and active.gate_values is not None
+    tuning = tuning or tuning_of(up, rows, 2 if gate is None or known_gates else 3)
     if rows > 1:  # several rows do not fit into a prologue: normed once, by a kernel of its own
         states = DeferredNorm.plain(states.normed())
     num_programs = num_multiprocessors(up.device) * tuning.programs_per_sm
@@ -264,7 +265,6 @@ def sparse_mlp(
         target = up.new_empty((num_programs, rows, hidden_size), dtype=torch.float32)
     else:
         target = up.new_zeros((rows, hidden_size), dtype=torch.float32) if output is None else output
-    known_gates = active is not None and active.gate_values is not None
     arguments: dict[str, Any] = {
         **states.kernel_arguments(),
         "gate": None if known_gates else gate,

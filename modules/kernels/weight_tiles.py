@@ -55,7 +55,7 @@ def tuning_for(rows: int, weight: Tensor) -> Tuning:
 
 def tuning_of_shape(rows: int, num_outputs: int, hidden_size: int, itemsize: int, multiprocessors: int) -> Tuning:
     """The smallest tiles with which one tile a program suffices, all of them in flight at once; where no tile is large
-    enough for that, the largest, for programs that stay."""
+    enough for that, programs that stay; the sizes of theirs are measured in whole decode steps of an H200."""
     block = triton.next_power_of_2(hidden_size)
     tile = 1
     while 2 * tile * block * itemsize <= TILE_BYTES and -(-num_outputs // tile) > 4 * multiprocessors:
@@ -65,9 +65,9 @@ def tuning_of_shape(rows: int, num_outputs: int, hidden_size: int, itemsize: int
     if num_tiles <= 4 * multiprocessors:
         return Tuning(tile, num_warps, num_tiles)
     num_programs = 2 * multiprocessors
-    if rows == 1:  # small tiles of many programs, which cover for each other: faster than large ones ahead of their use
-        small = max(1, 4096 // block)
-        return Tuning(small, min(8, max(1, small * block // 1024)), 4 * multiprocessors)
+    if rows == 1:  # many programs cover for each other: faster than tiles ahead of their use
+        tile = max(1, (16384 if hidden_size == block else 8192) // block)  # less where lanes are padding
+        return Tuning(tile, num_warps=4, num_programs=4 * multiprocessors)
     # Of several rows the compiler would hold more at once than lets two programs share a multiprocessor.
     return Tuning(tile, num_warps, num_programs, prefetches=True, max_registers=128)
 

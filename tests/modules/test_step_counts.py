@@ -11,7 +11,7 @@ from modules.mlp import unit_norms
 from modules.requests import GenerationRequest
 from modules.selectors import OracleSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector, SparsityStats
-from modules.step_counts import StepCounts
+from modules.step_counts import StepCounts, _side_by_side
 from sparse_predictor.selection import apply_sparsity
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import LLAMA, random_tokens
@@ -102,19 +102,20 @@ def test_a_dense_model_with_statistics_counts_its_steps_in_graphs(monkeypatch: p
     assert facts(stats) == expected
 
 
-def test_padding_rows_are_not_counted_and_rows_have_their_own_counts() -> None:
-    def context(block: Block) -> SelectionContext:
-        positions = torch.zeros(4, 1, dtype=torch.int64)
-        return SelectionContext(
-            layer_idx=0,
-            block=block,
-            phase="decode",
-            positions=positions,
-            valid=None,
-            earlier_inputs={},
-            dense_output=lambda: positions,
-        )
+def context(block: Block) -> SelectionContext:
+    positions = torch.zeros(4, 1, dtype=torch.int64)
+    return SelectionContext(
+        layer_idx=0,
+        block=block,
+        phase="decode",
+        positions=positions,
+        valid=None,
+        earlier_inputs={},
+        dense_output=lambda: positions,
+    )
 
+
+def test_padding_rows_are_not_counted_and_rows_have_their_own_counts() -> None:
     counts = StepCounts()
     counts.count(context("mlp"), 10, "gather", ActiveSet(torch.arange(10) < torch.tensor([[1], [4], [7], [9]])))
     counts.count(context("mlp"), 10, "dense", None)
@@ -131,3 +132,25 @@ def test_padding_rows_are_not_counted_and_rows_have_their_own_counts() -> None:
         (0, "mlp"): (2 * (12 + 30), 2 * 60, {"dense": 2, "gather": 2, "mask": 0}, True),
         (0, "attention"): (2 * 3, 2 * 6, {"dense": 0, "gather": 0, "mask": 2}, True),
     }
+
+
+def test_what_the_host_knows_is_counted_without_the_device() -> None:
+    counts = StepCounts()
+    counts.count(context("attention"), 8, "gather", ActiveSet(torch.zeros(4, 8, dtype=torch.bool), count=3))
+    assert counts.table(4) == []
+    stats = SparsityStats()
+    stats.row_counts = {"attention": torch.zeros(2, 2, dtype=torch.int64)}
+    counts.add_to(stats, torch.empty(0, 2), 2)
+    assert facts(stats) == {(0, "attention"): (6, 16, {"dense": 0, "gather": 1, "mask": 0}, True)}
+    assert stats.row_counts["attention"].tolist() == [[3, 3], [8, 8]]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_counts_that_lie_evenly_in_memory_are_a_view_and_others_a_copy(num_rows: int) -> None:
+    memory = torch.arange(60, dtype=torch.int32).view(12, 5)
+    evenly = [memory[place, 1 : 1 + num_rows] for place in (1, 3, 5, 7)]
+    found = _side_by_side(evenly)
+    assert torch.equal(found, torch.stack(evenly)) and found.data_ptr() == evenly[0].data_ptr()
+    other = torch.full((num_rows,), 7, dtype=torch.int32)
+    for counts in ([*evenly, memory[8, 1 : 1 + num_rows]], [*evenly, other], [other], [other[:1].expand(num_rows)] * 2):
+        assert torch.equal(_side_by_side(counts), torch.stack(counts))

@@ -35,6 +35,21 @@ def assert_whole_scores_are_chosen(
         assert torch.equal(active.cpu(), chosen_by_hand(scores, count))
 
 
+def assert_as_many_are_chosen_as_asked_for(dtype: torch.dtype, device: str) -> None:
+    """Of scores that are not whole numbers, whose sums depend on how they are rounded."""
+    first, second = torch.randn(32, 64).to(device, dtype), torch.randn(32, 32).to(device, dtype)
+    bias = torch.randn(32).to(device, dtype)
+    for _ in range(10):
+        states = torch.randn(8, 64).to(device, dtype)
+        active = choose_groups(DeferredNorm.plain(states), first, second, bias, count=16)
+        assert active.sum(-1).tolist() == [16] * 8
+        # The last one in and the first one out may change places by rounding.
+        scores = (states.float() @ first.float().T).to(dtype).float() @ second.float().T + bias.float()
+        least = scores.masked_fill(~active, float("inf")).amin(-1)
+        most = scores.masked_fill(active, float("-inf")).amax(-1)
+        assert (least >= most - {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 1.0}[dtype]).all()
+
+
 def assert_deferred_states_are_normed_and_not_written(device: str) -> None:
     states = deferred_states(2, 48, torch.float32, device=device)
     first, second = torch.randn(8, 48).to(device), torch.randn(8, 8).to(device)

@@ -21,8 +21,11 @@ NORMED = {
 }
 
 
-def compiled_ptx(kernel: Any, types: dict[str, str | None], constants: dict[str, Any], num_warps: int) -> str:
-    """Pointers aligned, as from torch's allocator; integers divisible by 16; None: an argument that is not there."""
+def compiled_ptx(
+    kernel: Any, types: dict[str, str | None], constants: dict[str, Any], num_warps: int, **options: Any
+) -> str:
+    """Pointers aligned, as from torch's allocator; integers divisible by 16; None: an argument that is not there.
+    `options`: further ones of the launch."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -35,5 +38,5 @@ def compiled_ptx(kernel: Any, types: dict[str, str | None], constants: dict[str,
         if of == "i32" or str(of).startswith("*")
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": num_warps, "launch_pdl": True}
+    options |= {"num_warps": num_warps, "launch_pdl": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

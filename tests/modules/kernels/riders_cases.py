@@ -31,3 +31,17 @@ def assert_choices_hold(dtype: torch.dtype, *, device: str = "cpu") -> None:
     assert torch.equal(found.long(), reached.nonzero().squeeze(-1)) and counters[0] == counters[1]
     assert 0 in found and 1 not in found and 2 in found
     assert groups.flags[0].tolist() == [True, True, True, False, False, False]
+
+
+def assert_as_many_groups_are_flagged_as_asked_for(dtype: torch.dtype, *, device: str = "cpu") -> None:
+    """Of scores that are not whole numbers, whose sums depend on how they are rounded."""
+    second, bias = torch.randn(32, 32).to(device, dtype), torch.randn(32).to(device, dtype)
+    inputs = decode_attention_cases.attention_inputs(decode_attention_cases.SMALL_CASES[0], dtype, device=device)
+    for _ in range(10):
+        request, requests = GroupRequest.of(torch.randn(32).to(device, dtype), second, bias, 16), Requests()
+        requests.add(request)
+        attend(**inputs, requests=requests)
+        assert request.flags.sum() == 16
+        scores = second.float() @ request.inner.float() + bias.float()
+        least, most = scores[request.flags[0]].min(), scores[~request.flags[0]].max()
+        assert least >= most - {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 1.0}[dtype]

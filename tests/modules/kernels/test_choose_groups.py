@@ -9,7 +9,7 @@ import torch
 
 from modules.kernels import choose_groups as module
 from modules.kernels.choose_groups import choose_groups
-from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.deferred_norm import DeferredNorm, equal_copies
 from tests.modules.kernels import choose_groups_cases as cases
 from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 
@@ -27,6 +27,12 @@ def test_the_largest_scores_are_chosen(device: str, dtype: torch.dtype, case: tu
 @pytest.mark.parametrize("case", [(8, 8, 8, 3072), (1, 32, 32, 4096), (2, 64, 64, 8192)])
 def test_sizes_of_real_models(case: tuple[int, int, int, int]) -> None:
     cases.assert_whole_scores_are_chosen(case, torch.float32, [1, 5], "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_any_scores_give_exactly_as_many_groups_as_asked_for(device: str, dtype: torch.dtype) -> None:
+    cases.assert_as_many_are_chosen_as_asked_for(dtype, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -71,3 +77,18 @@ def test_all_of_the_first_matrix_is_on_its_way_before_the_kernel_waits(
     assert len(widths) == 8 and all(width.endswith(".v4.b32") for width in widths), widths
     assert not re.findall(r"\bld\.global\S*evict_first", after)
     assert ".local" not in ptx
+
+
+@compiles
+def test_float32_products_are_not_fused_with_the_addition_of_another_lanes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = NORMED | {"first": "*fp32", "second": "*fp32", "score_bias": "*fp32", "active": "*i1", "new_residual": None}
+    constants = {"COUNT": 16, "NUM_GROUPS": 32, "GROUPS_BLOCK": 32, "RANK": 32, "TILE": 4}
+    constants |= {"KIND": "rms", "HIDDEN_SIZE": 64, "BLOCK": 64, "PDL": True}
+    kernel = module.choose_groups_kernel
+    assert "fma.rn.f32" in compiled_ptx(kernel, types, constants, 4)
+    assert "fma" not in compiled_ptx(kernel, types, constants, 4, **equal_copies(torch.float32))
+    assert equal_copies(torch.bfloat16) == {"enable_fp_fusion": True}

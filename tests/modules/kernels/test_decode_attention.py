@@ -63,6 +63,8 @@ def test_default_launch_has_at_most_four_programs_a_multiprocessor(
     splits = default_tuning(num_rows, num_groups, max_seqlen, 132).num_splits
     assert splits == 1 or num_rows * num_groups * splits <= 4 * 132
     assert splits & (splits - 1) == 0 and splits <= -(-max_seqlen // decode_attention.GRANULE)
+    serving = default_tuning(num_rows, num_groups, max_seqlen, 132, serves=True).num_splits
+    assert serving == min(splits, decode_attention.MAX_SPLITS_SERVING)
 
 
 @pytest.mark.parametrize(

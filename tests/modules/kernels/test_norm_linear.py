@@ -65,7 +65,8 @@ def test_small_products_use_every_multiprocessor_and_large_ones_stay() -> None:
     pytest.importorskip("triton")
     assert tuning_of_shape(1, 336, 3072, 2, 132) == Tuning(1, 8, 336)
     assert tuning_of_shape(1, 8192, 336, 2, 132) == Tuning(16, 4, 512)
-    assert tuning_of_shape(1, 128256, 3072, 2, 132) == Tuning(1, 4, 528)
+    assert tuning_of_shape(1, 128256, 3072, 2, 132) == Tuning(2, 4, 528)
+    assert tuning_of_shape(1, 128256, 4096, 2, 132) == Tuning(4, 4, 528)
 
 
 @compiles
