@@ -33,6 +33,7 @@ from modules.normalization import residual_dtype
 from modules.sampling import SamplingParams, greedy, sample_on_device, stream_of, stream_uniforms
 from modules.scoring import chosen_logprobs
 from modules.step_counts import StepCounts
+from modules.step_message import HostCopy, stacked
 from modules.thinned_step import thinned_in_step
 
 # The rows of a graph's inputs, int64 [8, B]; options of sampling lie there as they are, float64 bit by bit. A row's
@@ -83,27 +84,6 @@ class StepOutputs:
     counts: StepCounts
     logits: Tensor | None = None
     facts: Tensor | None = None
-
-
-class HostCopy:
-    """A tensor of the device for the host to read, without waiting for what the device does after the copy."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._source = source
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        self._copied = torch.cuda.Event() if source.is_cuda else None
-
-    def start(self) -> None:
-        """Copy what the work queued so far leaves there."""
-        self._host.copy_(self._source, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._source.device))
-
-    def read(self) -> Tensor:
-        """What was copied; valid until the next `start`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
 
 
 @dataclass(frozen=True)
@@ -275,7 +255,7 @@ class DecodeGraphs:
             if self.chooses:
                 inputs[_TOKEN] = facts[0]
                 inputs[_LENGTH : _STEP + 1] += inputs[_GROWTH]
-            return StepOutputs(forward_pass, states, counts, logits, torch.cat([facts, *counts.table(size)]))
+            return StepOutputs(forward_pass, states, counts, logits, stacked([facts, *counts.table(size)], size))
 
         # Capturing runs the step, which writes to position 0 of rows that may be in use: put that back.
         kept = [states[:, :size, :, 0].clone() for states in (self.cache.keys, self.cache.values)]
@@ -297,4 +277,4 @@ def _choose(logits: Tensor, inputs: Tensor | None) -> Tensor:
         uniforms = stream_uniforms(inputs[_STREAM], inputs[_STEP])
         chosen = sample_on_device(logits, temperature, inputs[_TOP_K], top_p, uniforms)
     facts = (chosen, chosen_logprobs(logits, chosen), logits.amax(-1).isfinite())
-    return torch.stack([fact.double() for fact in facts])
+    return stacked([fact[None] for fact in facts], len(chosen))

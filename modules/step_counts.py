@@ -66,11 +66,11 @@ class StepCounts(SparsityStats):
 
     def table(self, num_rows: int) -> list[Tensor]:
         """Of each row what only the device knows: the active units of blocks that chose, and the entries kept of inputs
-        that were thinned out: float64 [C, num_rows], or nothing."""
+        that were thinned out: [C, num_rows], or nothing."""
         if not self._num_active:
             return []
         counts = [active if isinstance(active, Tensor) else active.num_active for active in self._num_active]
-        return [_side_by_side([count.expand(num_rows) for count in counts]).double()]
+        return [_side_by_side([count.expand(num_rows) for count in counts])]
 
     @cached_property
     def _kinds(self) -> dict[Block, tuple[list[int], int, int]]:
@@ -110,8 +110,7 @@ class StepCounts(SparsityStats):
 def _side_by_side(counts: list[Tensor]) -> Tensor:
     """[C, rows] of C counts [rows]: one view where they lie evenly in one memory, as a step's kernels leave them.
 
-    A copy of dozens takes as many pointers as arguments, and with such a launch in it the whole graph starts late: by
-    50 to 60 us on an H200, a twentieth of a sparse step.
+    A copy of dozens takes as many pointers as arguments: 28 of them 7 us on an H200, 64 of them 15 us.
     """
     first = counts[0]
     distances = {after.storage_offset() - before.storage_offset() for before, after in pairwise(counts)}
