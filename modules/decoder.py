@@ -84,6 +84,14 @@ class PipelineLinks(Protocol):
         ...
 
 
+class PrefillDriver(Protocol):
+    """Takes passes through the half-blocks in an order of its own (see pipeline_parallel.overlap)."""
+
+    def __call__(self, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor | None:
+        """Hidden states [B, T, D] as of `Decoder.forward`; None, with nothing done, for a pass that it leaves alone."""
+        ...
+
+
 class Decoder(nn.Module):
     """A Llama-like or OPT-like language model on one device, dense unless selectors are attached.
 
@@ -113,6 +121,7 @@ class Decoder(nn.Module):
         self.add_norm: AddNorm = add_norm
         self.span = range(len(self.half_blocks))
         self.links: PipelineLinks | None = None
+        self.prefill_driver: PrefillDriver | None = None
         self.shards: dict[str, Shard] = {}
         self.stats: SparsityStats | None = None
         self.max_lookahead = 0
@@ -202,10 +211,15 @@ class Decoder(nn.Module):
         """
         tokens = token_ids.shape[1]
         forward_pass = self.begin(token_ids, cache=cache, num_tokens=num_tokens, phase=phase)
-        hidden_states, residual = self.enter(token_ids, forward_pass)
-        hidden_states, residual = self.run_half_blocks(hidden_states, residual, forward_pass)
-        if self.links is not None and not self.links.is_last:
-            self.links.send(hidden_states, residual, forward_pass)
+        driver = self.prefill_driver if phase == "prefill" else None
+        driven = None if driver is None else driver(token_ids, forward_pass)
+        if driven is not None:
+            hidden_states = driven
+        else:
+            hidden_states, residual = self.enter(token_ids, forward_pass)
+            hidden_states, residual = self.run_half_blocks(hidden_states, residual, forward_pass)
+            if self.links is not None and not self.links.is_last:
+                self.links.send(hidden_states, residual, forward_pass)
         if cache is not None:
             real = num_tokens if num_tokens is not None else torch.full_like(cache.cache_seqlens, tokens)
             cache.advance(real, tokens)

@@ -8,7 +8,8 @@ FILE`; `pipeline_parallel/configs/*.json` are shipped:
 
 device: as torch names it. transport: "p2p" or "multimem", what one-shot and two-shot were measured with. fastest:
 token counts, rising, each with the fastest method there: "one-shot", "two-shot" (both of kernels/all_reduce_norm.py)
-or "nccl" (NCCL's all-reduce, then the fused add + norm). No two tables of a file have the same first four values.
+or "nccl" (`ReducingAddNorm`: NCCL's all-reduce in float32, then the fused add + norm). No two tables of a file have the
+same first four values.
 Measured in bfloat16; float16 moves as many bytes.
 
 A split file is TokenWeave's own (Gond et al. 2025, github.com/microsoft/tokenweave, vllm/tokenweave_configs): one JSON
@@ -129,10 +130,14 @@ def write_choice_tables(path: str | os.PathLike[str], tables: Iterable[ChoiceTab
         )
         for table in (merged[key] for key in sorted(merged))
     ]
+    _write_whole(path, '{"choices": [\n  ' + ",\n  ".join(rows) + "\n]}\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """To a file of its own first, renamed when it is whole: an interrupted write must not lose what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file of its own first, renamed when it is whole: an interrupted write must not lose the other tables.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json.part", delete=False) as file:
-        file.write('{"choices": [\n  ' + ",\n  ".join(rows) + "\n]}\n")
+        file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
@@ -219,6 +224,17 @@ def _split_point(num_tokens: int, entry: Any) -> SplitPoint:
         mlp_programs=check_integer("mlp_ctas", entry["mlp_ctas"], 1),
         offset=entry[offsets[0]],
     )
+
+
+def write_split_points(path: str | os.PathLike[str], points: Sequence[SplitPoint]) -> None:
+    """A split file of these points, of rising token counts; what the file held before is gone."""
+    check_rising([point.num_tokens for point in points])
+    rows = [
+        f'"{point.num_tokens}": {{"attention_ctas": {point.attention_programs}, "mlp_ctas": {point.mlp_programs}, '
+        f'"split_offset": {point.offset}}}'
+        for point in points
+    ]
+    _write_whole(Path(path), "{\n  " + ",\n  ".join(rows) + "\n}\n")
 
 
 def nearest_split_point(points: Sequence[SplitPoint], num_tokens: int) -> SplitPoint:

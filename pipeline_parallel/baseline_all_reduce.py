@@ -6,7 +6,6 @@ Symmetric memory is imported where it is used: a torch without CUDA has none.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,27 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# By the type of what is summed, and added up in: torch's own take no float16.
+UNFUSED = "nccl float32"  # what the model does where nothing is fused: `ReducingAddNorm` adds up in float32
+# By the type of what is summed; all but UNFUSED add up in that type, too. Torch's own take no float16.
 NAMES = {
-    torch.bfloat16: ("nccl", "torch one-shot", "torch two-shot"),
-    torch.float16: ("nccl",),
+    torch.bfloat16: (UNFUSED, "nccl", "torch one-shot", "torch two-shot"),
+    torch.float16: (UNFUSED, "nccl"),
 }
-MULTICAST_VARIABLE = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-
-
-def require_stated_multicast() -> None:
-    """ValueError unless the environment says whether multicast objects may be created; to call before any rank meets.
-
-    Not merely a default: on a shared host a program that creates one may put the GPUs out of service for others.
-    """
-    said = os.environ.get(MULTICAST_VARIABLE)
-    if said not in ("0", "1"):
-        raise ValueError(
-            f"{MULTICAST_VARIABLE} is {said!r}: set it to 1 (peer-to-peer only, no multicast object is created) or, "
-            "where the host allows multicast, to 0"
-        )
-    if said == "1" and os.environ.get("NCCL_NVLS_ENABLE") != "0":
-        raise ValueError(f"{MULTICAST_VARIABLE}=1 forbids multicast, which NCCL uses too: set NCCL_NVLS_ENABLE=0")
 
 
 def symmetric_tensor(
@@ -49,7 +33,8 @@ def symmetric_tensor(
 
 def reduce_by(name: str, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks of `partial`, which may be overwritten; torch's own take theirs in symmetric memory."""
-    if name == "nccl":
+    if name in (UNFUSED, "nccl"):
+        partial = partial.float() if name == UNFUSED else partial
         dist.all_reduce(partial, group=group)
         return partial
     if name == "torch one-shot":

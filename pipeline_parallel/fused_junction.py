@@ -18,14 +18,16 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.normalization import Norm
-from pipeline_parallel.all_reduce_choice import TRANSPORTS, ChoiceTable, choose, find_choice_table
+from pipeline_parallel.all_reduce_choice import METHODS, TRANSPORTS, ChoiceTable, choose, find_choice_table
 from pipeline_parallel.communication import ReducingAddNorm
-from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin, owned_rows
+from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin
+from pipeline_parallel.kernels.launch_shape import owned_rows
 from pipeline_parallel.kernels.transport import verify_transport
 from pipeline_parallel.kernels.workspace import (
     DTYPES,
@@ -35,6 +37,7 @@ from pipeline_parallel.kernels.workspace import (
     Workspace,
     create_workspace,
     gatherer,
+    why_multicast_is_unclear,
 )
 from pipeline_parallel.mesh import ParallelMesh
 
@@ -51,33 +54,51 @@ class JunctionOperator(Protocol):
     world_size: int
     max_tokens: int
     dtype: torch.dtype
+    transport: str
 
     def begin(self) -> None:
         """Start a forward pass."""
         ...
 
     def __call__(
-        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, strategy: str
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        strategy: str,
+        max_programs: int | None,
     ) -> tuple[Tensor, Tensor]:
         """partial [tokens, D]; residual float32 [tokens or R, D] -> hidden [tokens, D], good until the next call, and
-        the new residual."""
+        the new residual. `max_programs`: of the device, where something runs beside."""
+        ...
+
+    def another(self) -> JunctionOperator:
+        """One more of the kind, with memory of its own, for calls that take turns with this one's."""
         ...
 
 
 class SymmetricOperator:
     """The kernels, over the symmetric memory of GPUs of one host."""
 
-    def __init__(self, workspace: Workspace) -> None:
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace, group: dist.ProcessGroup) -> None:
+        self.workspace, self.group = workspace, group
         self.rank, self.world_size = workspace.rank, workspace.world_size
         self.max_tokens, self.dtype = workspace.max_tokens, workspace.dtype
+        self.transport = workspace.transport
 
     def begin(self) -> None:
         """See JunctionOperator."""
         begin(self.workspace)
 
     def __call__(
-        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, strategy: str
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        strategy: str,
+        max_programs: int | None,
     ) -> tuple[Tensor, Tensor]:
         """See JunctionOperator."""
         self.workspace.partial(len(partial)).copy_(partial)
@@ -91,7 +112,17 @@ class SymmetricOperator:
             kind="none" if norm is None else norm.kind,
             eps=0.0 if norm is None else norm.eps,
             strategy=strategy,
+            max_programs=max_programs,
         )
+
+    def another(self) -> SymmetricOperator:
+        """See JunctionOperator."""
+        mine = self.workspace
+        workspace = create_workspace(self.group, mine.max_tokens, mine.hidden_size, mine.dtype, mine.device)
+        if mine.transport == "p2p":  # also where multicast was there, and its sums were wrong
+            workspace.multicast_address = 0
+        verify_transport(workspace, gatherer(self.group))
+        return SymmetricOperator(workspace, self.group)
 
 
 class FusedAddNorm:
@@ -99,7 +130,8 @@ class FusedAddNorm:
 
     A pass begins with the operator's `begin` where it begins with embeddings. Later stages hold whole layers, so an
     even number of junctions, after which the workspace's two partials have had equal turns.
-    `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite.
+    `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite. `max_programs`:
+    how much of the device the operator may take, where something runs beside.
     """
 
     def __init__(
@@ -108,9 +140,15 @@ class FusedAddNorm:
         operator: JunctionOperator,
         strategy_for: StrategyFor,
         keeps_states: Callable[[], bool],
+        max_programs: int | None = None,
     ) -> None:
         self.unfused, self.operator = unfused, operator
         self.strategy_for, self.keeps_states = strategy_for, keeps_states
+        self.max_programs = max_programs
+
+    def with_operator(self, operator: JunctionOperator, max_programs: int | None) -> FusedAddNorm:
+        """The same, but for these."""
+        return FusedAddNorm(self.unfused, operator, self.strategy_for, self.keeps_states, max_programs)
 
     def __call__(
         self,
@@ -132,7 +170,7 @@ class FusedAddNorm:
             self.operator.begin()
         else:
             residual = residual.view(-1, shape[-1])
-        hidden, residual = self.operator(partial.flatten(0, -2), residual, norm, bias, strategy)
+        hidden, residual = self.operator(partial.flatten(0, -2), residual, norm, bias, strategy, self.max_programs)
         hidden = hidden.clone() if self.keeps_states() else hidden
         return hidden.view(shape), residual.view(self.residual_shape(shape))
 
@@ -184,9 +222,22 @@ def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> 
         return
     strategy_for = strategy_of(table, may_be_nccl=choice == "auto")
     model.add_norm = FusedAddNorm(
-        model.add_norm, SymmetricOperator(workspace), strategy_for, lambda: model.max_lookahead > 0
+        model.add_norm, SymmetricOperator(workspace, mesh.tp_group), strategy_for, lambda: model.max_lookahead > 0
     )
     logger.info(f"--all-reduce {choice}: fused, {workspace.transport}")
+
+
+def describe_all_reduce(model: Decoder) -> str:
+    """What adds up the parts of a layer, for records: "none", "nccl" (on CPUs "gloo"), or the methods of the fused
+    junction and their transport, "one-shot/two-shot p2p"."""
+    junction = model.add_norm
+    if isinstance(junction, ReducingAddNorm):
+        return "nccl" if model.device.type == "cuda" else "gloo"
+    if not isinstance(junction, FusedAddNorm):
+        return "none"
+    counts = [2**power for power in range(junction.operator.max_tokens.bit_length())]
+    used = {junction.strategy_for(num_tokens) for num_tokens in counts}
+    return f"{'/'.join(method for method in METHODS if method in used)} {junction.operator.transport}"
 
 
 def measured_tables(device: str, ranks: int, hidden_size: int) -> dict[str, ChoiceTable]:
@@ -210,8 +261,11 @@ def why_not_fused(model: Decoder, mesh: ParallelMesh) -> str | None:
             f"{MAX_HIDDEN_SIZE}, not {mesh.tp_size} ranks of {hidden_size}"
         )
     assert mesh.tp_group is not None
-    hosts = gatherer(mesh.tp_group)(socket.gethostname())
-    return None if len(set(hosts)) == 1 else f"the ranks of a layer are on several hosts: {', '.join(hosts)}"
+    said = gatherer(mesh.tp_group)((socket.gethostname(), why_multicast_is_unclear()))
+    hosts = [host for host, _ in said]
+    if len(set(hosts)) > 1:
+        return f"the ranks of a layer are on several hosts: {', '.join(hosts)}"
+    return next((unclear for _, unclear in said if unclear is not None), None)
 
 
 def strategy_of(table: ChoiceTable | None, *, may_be_nccl: bool) -> StrategyFor:

@@ -23,6 +23,7 @@ from pipeline_parallel.engine import check_same_everywhere, parallelise
 from pipeline_parallel.fused_junction import AllReduce, choose_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
+from pipeline_parallel.overlap import OverlapTokens, check_overlap_tokens, choose_overlap
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -84,11 +85,16 @@ class RunOptions(ModelOptions):
     all_reduce: AllReduce = "auto"
     """How ranks that share layers add up. auto: what was measured as the fastest; fused: one kernel with the norm, over
     NVLink; nccl."""
+    overlap_tokens: OverlapTokens = "auto"
+    """Dense prefills of so many tokens or more (rows together) are split in two, and one half computes while the other
+    is added up over the ranks. auto: 1024, where that was measured to pay; 0: never."""
 
     def load(self) -> LoadedModel:
         """As `ModelOptions.load`; ValueError also if the all-reduce cannot be had."""
+        check_overlap_tokens(self.overlap_tokens)
         loaded = super().load()
         choose_all_reduce(loaded.model, loaded.mesh, self.all_reduce)
+        choose_overlap(loaded.model, loaded.mesh, self.overlap_tokens)
         return loaded
 
 

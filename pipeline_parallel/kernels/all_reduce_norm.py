@@ -34,6 +34,7 @@ from torch import Tensor
 
 from modules.kernels.add_norm import DTYPES, KINDS, reference_add_norm
 from modules.kernels.arguments import check_tensors
+from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, launch_shape, owned_rows
 from pipeline_parallel.kernels.workspace import Workspace, check_num_tokens
 
 try:
@@ -43,12 +44,6 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
     triton = None
 
 STRATEGIES = ("one-shot", "two-shot")
-ELEMENTS_PER_THREAD = 8  # 16 bytes of each peer under way at once
-# All programs run at once, as they must where they wait for each other: with at most 64 registers a thread, a
-# multiprocessor holds 32 warps, and an H100 or H200 has 132 of them.
-MAX_REGISTERS = 64
-MAX_WARPS = 32 * 128
-MAX_PROGRAMS = 256
 BEGIN_TAG = 2**31 - 1  # that of a call is 2 * T + 1 or 2 * T + 2
 
 
@@ -67,20 +62,6 @@ def reference_all_reduce_norm(
     for partial in partials[1:]:
         total = total + partial.float()
     return reference_add_norm(total, residual, weight, norm_bias, bias, kind=kind, eps=eps, out_dtype=partials.dtype)
-
-
-def owned_rows(num_tokens: int, rank: int, world_size: int) -> range:
-    """The rows whose residual a rank keeps in two-shot: equal blocks, of which the last may be short or empty."""
-    rows = -(-num_tokens // world_size)
-    return range(min(rank * rows, num_tokens), min((rank + 1) * rows, num_tokens))
-
-
-def launch_shape(num_tokens: int, hidden_size: int, world_size: int, strategy: str) -> tuple[int, int]:
-    """(programs, warps of each), the same on all ranks, as barriers need: of nothing but these four values."""
-    block = 1 << (hidden_size - 1).bit_length()
-    num_warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
-    rows = num_tokens if strategy == "one-shot" else -(-num_tokens // world_size)
-    return max(1, min(rows, MAX_PROGRAMS, MAX_WARPS // num_warps)), num_warps
 
 
 if triton is not None:
@@ -201,18 +182,21 @@ def all_reduce_norm(
     kind: str,
     eps: float,
     strategy: str,
+    max_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(hidden, new_residual) of the equation above (a collective call: T, strategy and options the same on all ranks).
 
     The partial sums are what `workspace.partial(num_tokens)` held on each rank. hidden [T, D] lies in symmetric memory
     and is good until the next call; new_residual is fresh: all T rows in one-shot, `owned_rows` in two-shot, of which
-    `residual` has as many. ValueError on an argument that does not fit. Nothing here waits for the device or tunes
-    itself: a CUDA graph can hold it, if what is captured starts with `begin`. Ranks that differ in T or strategy are a
-    CUDA error, not a hang.
+    `residual` has as many. `max_programs` as in `launch_shape`. ValueError on an argument that does not fit. Nothing
+    here waits for the device or tunes itself: a CUDA graph can hold it, if what is captured starts with `begin`. Ranks
+    that differ in T or strategy are a CUDA error, not a hang.
     """
     for name, value, allowed in (("kind", kind, KINDS), ("strategy", strategy, STRATEGIES)):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    if max_programs is not None and max_programs < 1:
+        raise ValueError(f"max_programs must be at least 1, got {max_programs}")
     check_num_tokens(num_tokens, workspace.max_tokens)
     two_shot = strategy == "two-shot"
     rows = owned_rows(num_tokens, workspace.rank, workspace.world_size) if two_shot else range(num_tokens)
@@ -227,7 +211,9 @@ def all_reduce_norm(
         },
         workspace.device,
     )
-    programs, num_warps = launch_shape(num_tokens, hidden_size, workspace.world_size, strategy)
+    programs, num_warps = launch_shape(
+        num_tokens, hidden_size, workspace.world_size, strategy, workspace.num_multiprocessors, max_programs
+    )
     check_launch(programs, workspace)
     new_residual = torch.empty(len(rows), hidden_size, dtype=torch.float32, device=workspace.device)
     if kind == "none":

@@ -31,6 +31,7 @@ HIDDEN_SIZE_STEP = 8  # elements in 16 bytes, which are moved as one
 MAX_RANKS = 8  # of one host's NVLink; a barrier takes a thread a rank
 NUM_PARTIALS = 2
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+NCCL_MULTICAST = "NCCL_NVLS_ENABLE"
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,8 @@ class Workspace:
     """int64 [W]: the address of every rank's signal pad."""
     signal_pad: Tensor
     """int32, this rank's: zeros whenever no call is under way."""
+    num_multiprocessors: int
+    """Of every rank's device: what limits the programs that run at once."""
     multicast_address: int = 0
     """Where all buffers answer at once, or 0."""
     handle: Any = field(default=None, repr=False)
@@ -107,17 +110,18 @@ def create_workspace(
 ) -> Workspace:
     """Allocate and map the memory (a collective call, the same on all ranks of `group`).
 
-    Where TORCH_SYMM_MEM_DISABLE_MULTICAST=1 nothing here creates a multicast object. ValueError for a shape, type or
-    device that the kernels do not take, for ranks that differ in what they ask for, and inside a graph capture, where
-    ranks cannot meet.
+    Where TORCH_SYMM_MEM_DISABLE_MULTICAST=1 nothing here creates a multicast object, and where it is not set nothing is
+    done. ValueError for that, for a shape, type or device that the kernels do not take, for ranks that differ in what
+    they ask for, and inside a graph capture, where ranks cannot meet.
     """
     device = torch.device(device)
     check_request(group.size(), max_tokens, hidden_size, dtype, device)
+    require_stated_multicast()
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("a workspace cannot be created while a CUDA graph is captured: create it before")
     asked: dict[str, Any] = {"max_tokens": max_tokens, "hidden_size": hidden_size, "dtype": str(dtype)}
     asked[NO_MULTICAST] = os.environ.get(NO_MULTICAST) == "1"
-
+    asked["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
     gather = gatherer(group)
     check_same(gather(asked))
     import torch.distributed._symmetric_memory as symmetric_memory  # not in every build of torch
@@ -134,6 +138,7 @@ def create_workspace(
         rank=handle.rank,
         buffer_addresses=handle.buffer_ptrs,
         signal_addresses=handle.signal_pad_ptrs,
+        num_multiprocessors=asked["multiprocessors"],
         multicast_address=multicast_address,
         handle=handle,
     )
@@ -146,6 +151,7 @@ def workspace_of(
     rank: int,
     buffer_addresses: list[int],
     signal_addresses: list[int],
+    num_multiprocessors: int,
     multicast_address: int = 0,
     handle: Any = None,
 ) -> Workspace:
@@ -165,9 +171,33 @@ def workspace_of(
         hidden_pointers=table([address + partials.numel() * partials.itemsize for address in buffer_addresses]),
         signal_pointers=table(signal_addresses),
         signal_pad=signal_pad,
+        num_multiprocessors=num_multiprocessors,
         multicast_address=multicast_address,
         handle=handle,
     )
+
+
+def why_multicast_is_unclear() -> str | None:
+    """What the environment leaves open about multicast objects; None: it says whether they may be created.
+
+    Not merely a default: on a shared host a program that creates one may put the GPUs out of service for others.
+    """
+    said = os.environ.get(NO_MULTICAST)
+    if said not in ("0", "1"):
+        return (
+            f"{NO_MULTICAST} is {said!r}: set it to 1 (peer-to-peer only, no multicast object is created) or, "
+            "where the host allows multicast, to 0"
+        )
+    if said == "1" and os.environ.get(NCCL_MULTICAST) != "0":
+        return f"{NO_MULTICAST}=1 forbids multicast, which NCCL uses too: set {NCCL_MULTICAST}=0"
+    return None
+
+
+def require_stated_multicast() -> None:
+    """ValueError unless the environment says whether multicast objects may be created; to call before ranks meet."""
+    problem = why_multicast_is_unclear()
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def gatherer(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:

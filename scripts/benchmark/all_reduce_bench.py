@@ -1,13 +1,16 @@
 """Checks and times all-reduce + add + norm at one size, every method on the same numbers.
 
-Every method's result is compared with the equation in float32, and between ranks, before any is timed.
+Every method begins with the partial sums in ordinary memory, where a block leaves them: what copies them into memory
+that peers reach is timed, too. Its result is compared with the equation in float32, and between ranks, before any is
+timed.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from loguru import logger
@@ -16,7 +19,8 @@ from torch import Tensor
 from modules.kernels.add_norm import fused_add_norm, reference_add_norm
 from pipeline_parallel import baseline_all_reduce
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES as OURS
-from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin, owned_rows
+from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin
+from pipeline_parallel.kernels.launch_shape import owned_rows
 from pipeline_parallel.kernels.workspace import create_workspace
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.timing import Timing, time_function
@@ -73,6 +77,22 @@ def make_inputs(point: Point, ranks: int, dtype: torch.dtype, device: torch.devi
     return Inputs(partials=partials, residual=residual, weight=weight.to(dtype))
 
 
+PEER = "peer"
+Peer = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+MakePeer = Callable[[Any, int, int, torch.dtype, torch.device], Peer]
+
+
+def import_peer(place: str) -> MakePeer:
+    """Someone else's fused operator, of `MODULE:FUNCTION`: FUNCTION(group, max_tokens, hidden_size, dtype, device)
+    returns what takes (partial, residual, weight, eps) to (hidden, new residual), all rows on every rank. ValueError if
+    there is none such."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--peer {place}: give MODULE:FUNCTION that can be imported ({error})") from error
+
+
 class Methods(Protocol):
     """All ways to compute the junction, for one hidden size, on the ranks of a mesh."""
 
@@ -83,49 +103,48 @@ class Methods(Protocol):
     def begin(self) -> None:
         """Ours: a new series of calls, whatever was replayed before (a collective call)."""
 
-    def partial(self, num_tokens: int) -> Tensor:
-        """Ours: where to put this rank's part of the next call's sum."""
-
-    def load(self, partial: Tensor) -> None:
-        """Put this rank's part where any method's next call reads it; nobody may be reading."""
-
-    def run(self, method: str, num_tokens: int, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden [T, D], new residual [T or the owned rows, D]) of what was put there."""
+    def run(self, method: str, partial: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(hidden [T, D], new residual [T or the owned rows, D]) of this rank's part of the sum, which may be
+        overwritten (a collective call)."""
 
     def owned(self, method: str, num_tokens: int) -> slice:
         """Rows of the residual that the method keeps on this rank."""
 
 
 class GpuMethods:
-    """Ours (pipeline_parallel/kernels), and those of others followed by the fused add + norm."""
+    """Ours (pipeline_parallel/kernels), those of others followed by the fused add + norm, and a peer's fused one."""
 
-    def __init__(self, mesh: ParallelMesh, hidden_size: int, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        hidden_size: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        make_peer: MakePeer | None = None,
+    ) -> None:
         assert mesh.tp_group is not None
         self.mesh, self.group, self.dtype = mesh, mesh.tp_group, dtype
         self.workspace = create_workspace(self.group, max_tokens, hidden_size, dtype, mesh.device)
         self.transport, self.signal_pad = self.workspace.transport, self.workspace.signal_pad
         shape = (max_tokens, hidden_size)
         self._symmetric = baseline_all_reduce.symmetric_tensor(shape, dtype, mesh.device, self.group)[0]
-        self._plain = torch.empty(shape, dtype=dtype, device=mesh.device)
+        self._peer = None if make_peer is None else make_peer(self.group, max_tokens, hidden_size, dtype, mesh.device)
 
     def begin(self) -> None:
         begin(self.workspace)
 
-    def partial(self, num_tokens: int) -> Tensor:
-        return self.workspace.partial(num_tokens)
-
-    def load(self, partial: Tensor) -> None:
+    def run(self, method: str, partial: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens = len(partial)
-        self.workspace.partials[:, :num_tokens] = partial  # in both, which take turns
-        self._symmetric[:num_tokens] = partial
-        self._plain[:num_tokens] = partial
-
-    def run(self, method: str, num_tokens: int, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         if method in OURS:
+            self.workspace.partial(num_tokens).copy_(partial)
             return all_reduce_norm(
                 self.workspace, num_tokens, residual, weight, None, None, kind="rms", eps=EPS, strategy=method
             )
-        partial = (self._plain if method == "nccl" else self._symmetric)[:num_tokens]
+        if method == PEER:
+            assert self._peer is not None
+            return self._peer(partial, residual, weight, EPS)
+        if method not in (baseline_all_reduce.UNFUSED, "nccl"):
+            partial = self._symmetric[:num_tokens].copy_(partial)
         total = baseline_all_reduce.reduce_by(method, partial, self.group)
         return fused_add_norm(total, residual, weight, None, None, kind="rms", eps=EPS, out_dtype=self.dtype)
 
@@ -167,24 +186,33 @@ class Bench:
         """Every method checked, then every method timed."""
         inputs = make_inputs(point, self.mesh.tp_size, self.dtype, self.mesh.device, self.seed)
         expected = inputs.equation()
+        partial = torch.empty_like(inputs.partials[0])  # some methods leave their sum there
         for name in names:
-            self.check(point, methods, name, inputs, expected)
+            partial.copy_(inputs.partials[self.mesh.tp_rank])
+            self.check(point, methods, name, partial, inputs, expected)
         del expected
         timings = {}
         for name in names:
             residual = inputs.residual[methods.owned(name, point.num_tokens)]
             timings[name] = self.time(
-                lambda name=name, residual=residual: methods.run(name, point.num_tokens, residual, inputs.weight),  # type: ignore[misc]
+                lambda name=name, residual=residual: methods.run(name, partial, residual, inputs.weight),  # type: ignore[misc]
                 num_calls(point),
             )
         return timings
 
-    def check(self, point: Point, methods: Methods, name: str, inputs: Inputs, expected: tuple[Tensor, Tensor]) -> None:
+    def check(
+        self,
+        point: Point,
+        methods: Methods,
+        name: str,
+        partial: Tensor,
+        inputs: Inputs,
+        expected: tuple[Tensor, Tensor],
+    ) -> None:
         """ValueError on all ranks if a method does not follow the equation, or ours not alike on all ranks."""
-        self.settle()  # nobody reads what is written now
-        methods.load(inputs.partials[self.mesh.tp_rank])
+        self.settle()  # torch's own do not say what a rank that is ahead may overwrite
         owned = methods.owned(name, point.num_tokens)
-        hidden, residual = methods.run(name, point.num_tokens, inputs.residual[owned], inputs.weight)
+        hidden, residual = methods.run(name, partial, inputs.residual[owned], inputs.weight)
         errors = (largest_row_error(hidden, expected[0]), largest_row_error(residual, expected[1][owned]))
         kind = "ours" if name in OURS else "others"
         limits = (MAX_ERROR[kind], MAX_RESIDUAL_ERROR[transport_of(name, methods.transport)])

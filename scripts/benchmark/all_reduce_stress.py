@@ -1,8 +1,11 @@
 """Thousands of calls of the fused all-reduce in a row: sizes alternate, input changes, one rank is late, graphs or not.
 
 Nothing waits for the device in between, so that a rank may be ahead of the others wherever the kernels let it. Every
-result is compared with the equation in float32, on the device, and at the end with the other ranks' bit for bit; then
-the signal pads must be zero.
+result is compared with the equation in float32, on the device, hidden states and residual, and at the end the hidden
+states with the other ranks' bit for bit; then the signal pads must be zero.
+
+Two kinds of series, as in the model: those of the first pipeline stage begin with `begin`; those of later stages do
+not, and have an even number of calls (two a layer), after which both buffers have had equal turns.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ from scripts.benchmark.all_reduce_bench import OURS, Bench, Inputs, Methods, Poi
 from scripts.command_line import progress
 
 NUM_SERIES = 24
-CALLS = 3  # of one series; odd, so that the next begins with the buffer that this one ends with
+CALLS = 3  # of a series with `begin`; odd, so that the next begins with the buffer that this one ends with
+CALLS_WITHOUT_BEGIN = 4
 NUM_INPUTS = 5
 LATE_CYCLES = 300_000  # 0.15 ms, some ten calls
 # |hidden - equation| <= relative * |equation| + absolute: rounded once, to eight bits or more; a sum made by the switch
 # was rounded before.
 RELATIVE, ABSOLUTE = 2**-7, {"p2p": 1e-3, "multimem": 0.05}
+# Of the residual, which stays float32.
+RESIDUAL_RELATIVE, RESIDUAL_ABSOLUTE = {"p2p": 1e-5, "multimem": 2**-7}, {"p2p": 1e-5, "multimem": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,7 @@ class Series:
     calls: tuple[tuple[int, str], ...]
     late_rank: int
     late_call: int
+    begins: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Step:
 
     series_idx: int
     inputs: tuple[int, ...]
-    """Which numbers each call sums."""
+    """Which numbers each call sums (of a short series: the first of these)."""
     replayed: bool
     """From the series' CUDA graph; else launched call by call."""
 
@@ -51,25 +58,26 @@ def awkward_counts(ranks: int) -> tuple[int, ...]:
     return tuple(sorted({0, 1, ranks - 1, ranks + 1, 77, 255, 257, 1023, 1025}))
 
 
-def make_series(counts: Sequence[int], ranks: int, seed: int) -> list[Series]:
+def make_series(counts: Sequence[int], ranks: int, seed: int, *, begins: bool = True) -> list[Series]:
     """The same for the same arguments, so that all ranks do alike. Every (count, method) is in one at least, and where
     there are several none follows itself; ranks and calls take turns in being late."""
-    order = random.Random(seed)
+    order, length = random.Random(seed), CALLS if begins else CALLS_WITHOUT_BEGIN
     sizes = [(num_tokens, method) for num_tokens in counts for method in OURS]
     waiting: list[tuple[int, str]] = []
     calls: list[tuple[int, str]] = []
-    while len(calls) < max(NUM_SERIES, -(-len(sizes) // CALLS)) * CALLS:
+    while len(calls) < max(NUM_SERIES, -(-len(sizes) // length)) * length:
         waiting = waiting or order.sample(sizes, len(sizes))
         if calls and waiting[-1] == calls[-1]:
             waiting.insert(0, waiting.pop())
         calls.append(waiting.pop())
     return [
         Series(
-            calls=tuple(calls[start : start + CALLS]),
+            calls=tuple(calls[start : start + length]),
             late_rank=idx % ranks,
-            late_call=idx // ranks % CALLS,
+            late_call=idx // ranks % length,
+            begins=begins,
         )
-        for idx, start in enumerate(range(0, len(calls), CALLS))
+        for idx, start in enumerate(range(0, len(calls), length))
     ]
 
 
@@ -78,7 +86,7 @@ def make_steps(num_replays: int, num_series: int, seed: int) -> list[Step]:
     order = random.Random(seed)
     steps = []
     for replayed in [True] * num_replays + [False] * (num_replays // 10):
-        inputs = tuple(order.randrange(NUM_INPUTS) for _ in range(CALLS))
+        inputs = tuple(order.randrange(NUM_INPUTS) for _ in range(CALLS_WITHOUT_BEGIN))
         steps.append(Step(series_idx=order.randrange(num_series), inputs=inputs, replayed=replayed))
     order.shuffle(steps)
     return steps
@@ -91,7 +99,7 @@ class Stress:
         self.bench, self.methods, self.series, self.mesh = bench, methods, series, bench.mesh
         counts = sorted({num_tokens for each in series for num_tokens, _ in each.calls})
         self.inputs: dict[int, list[Inputs]] = {}
-        self.expected: dict[int, list[Tensor]] = {}
+        self.expected: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for num_tokens in counts:
             point = Point(num_tokens=num_tokens, hidden_size=hidden_size)
             ranks, device = self.mesh.tp_size, self.mesh.device
@@ -100,10 +108,13 @@ class Stress:
                 replace(whole, partials=whole.partials[start : start + ranks])
                 for start in range(0, ranks * NUM_INPUTS, ranks)
             ]
-            self.expected[num_tokens] = [each.equation()[0] for each in self.inputs[num_tokens]]
-        shape = (CALLS, counts[-1], hidden_size)
+            self.expected[num_tokens] = [each.equation() for each in self.inputs[num_tokens]]
+        self.num_calls = max(len(each.calls) for each in series)
+        shape, device = (self.num_calls, counts[-1], hidden_size), self.mesh.device
         # What graphs read and write; they are captured once, and the numbers change.
-        self.given, self.found = (torch.zeros(shape, dtype=bench.dtype, device=self.mesh.device) for _ in range(2))
+        self.given, self.found = (torch.zeros(shape, dtype=bench.dtype, device=device) for _ in range(2))
+        self.residuals = torch.zeros(shape, device=device)
+        self.methods.begin()
         for each in series:  # compiles, which a capture must not
             self.launch(each)
         bench.settle()
@@ -111,16 +122,17 @@ class Stress:
         bench.settle()
 
     def launch(self, series: Series) -> None:
-        """The calls of a series on what is in `given`, their results into `found`."""
-        self.methods.begin()
+        """The calls of a series on what is in `given`, their results into `found` and `residuals`."""
+        if series.begins:
+            self.methods.begin()
         for idx, (num_tokens, method) in enumerate(series.calls):
             if (series.late_rank, series.late_call) == (self.mesh.tp_rank, idx) and self.mesh.device.type == "cuda":
                 torch.cuda._sleep(LATE_CYCLES)
             inputs = self.inputs[num_tokens][0]
-            self.methods.partial(num_tokens).copy_(self.given[idx, :num_tokens])
             residual = inputs.residual[self.methods.owned(method, num_tokens)]
-            hidden, _ = self.methods.run(method, num_tokens, residual, inputs.weight)
+            hidden, total = self.methods.run(method, self.given[idx, :num_tokens], residual, inputs.weight)
             self.found[idx, :num_tokens].copy_(hidden)
+            self.residuals[idx, : len(total)].copy_(total)
 
     def capture(self, series: Series) -> Callable[[], None]:
         """A series as a CUDA graph, where there are any."""
@@ -134,8 +146,8 @@ class Stress:
     def run(self, steps: Sequence[Step], *, quiet: bool) -> None:
         """All steps. ValueError on all ranks that names the first wrong call."""
         device = self.mesh.device
-        wrong = torch.zeros(len(steps), CALLS, dtype=torch.int64, device=device)
-        sums = torch.zeros(len(steps), CALLS, 2, dtype=torch.int64, device=device)
+        wrong = torch.zeros(len(steps), self.num_calls, dtype=torch.int64, device=device)
+        sums = torch.zeros(len(steps), self.num_calls, 2, dtype=torch.int64, device=device)
         for step_idx, step in enumerate(progress(steps, "stress", quiet=quiet)):
             series = self.series[step.series_idx]
             for idx, (num_tokens, _) in enumerate(series.calls):
@@ -146,10 +158,16 @@ class Stress:
             else:
                 self.launch(series)
             for idx, (num_tokens, method) in enumerate(series.calls):
-                hidden, expected = self.found[idx, :num_tokens], self.expected[num_tokens][step.inputs[idx]]
-                limit = RELATIVE * expected.abs() + ABSOLUTE[transport_of(method, self.methods.transport)]
-                # NaN is within no limit.
-                wrong[step_idx, idx] = (~((hidden.float() - expected).abs() <= limit)).sum()
+                hidden, transport = self.found[idx, :num_tokens], transport_of(method, self.methods.transport)
+                expected, total = self.expected[num_tokens][step.inputs[idx]]
+                total = total[self.methods.owned(method, num_tokens)]
+                wrong[step_idx, idx] = num_beyond(hidden, expected, RELATIVE, ABSOLUTE[transport])
+                wrong[step_idx, idx] += num_beyond(
+                    self.residuals[idx, : len(total)],
+                    total,
+                    RESIDUAL_RELATIVE[transport],
+                    RESIDUAL_ABSOLUTE[transport],
+                )
                 sums[step_idx, idx] = checksum(hidden)
         self.bench.settle()
         pad = int(self.methods.signal_pad.count_nonzero())
@@ -177,3 +195,8 @@ class Stress:
         num_tokens, method = self.series[step.series_idx].calls[idx]
         how = "a graph" if step.replayed else "single calls"
         return f"{method} of {num_tokens} tokens (call {idx} of step {step_idx}, from {how})"
+
+
+def num_beyond(found: Tensor, expected: Tensor, relative: float, absolute: float) -> Tensor:
+    """How many elements are further off than that; NaN is within no limit."""
+    return (~((found.float() - expected).abs() <= relative * expected.abs() + absolute)).sum()

@@ -5,39 +5,43 @@
 One process a GPU. Every time is one call's among several in a CUDA graph, the maximum over ranks; all methods run on
 the same numbers in the same call, after each was compared with the equation in float32 and between ranks. Bytes are
 those that must enter every GPU; the ceiling is what plain copies between the GPUs reach in the same call.
-`--tune` instead measures which method is the fastest (pipeline_parallel/all_reduce_choice.py), and `--stress` replays
-graphs of alternating sizes on changing input while one rank is late.
+`--tune` instead measures which of the model's own methods is the fastest (pipeline_parallel/all_reduce_choice.py), and
+`--stress` replays graphs of alternating sizes on changing input while one rank is late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from loguru import logger
 
 from analysis.results import Record, append_record, make_record
-from pipeline_parallel.all_reduce_choice import (
-    METHODS,
-    ChoiceTable,
-    choose,
-    find_choice_table,
-    read_choice_tables,
-    write_choice_tables,
-)
-from pipeline_parallel.baseline_all_reduce import NAMES, require_stated_multicast
+from pipeline_parallel.all_reduce_choice import find_choice_table, read_choice_tables, write_choice_tables
+from pipeline_parallel.baseline_all_reduce import NAMES, UNFUSED
+from pipeline_parallel.kernels.workspace import require_stated_multicast
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark.all_reduce_bench import OURS, Bench, GpuMethods, Methods, Point, transport_of
+from scripts.benchmark.all_reduce_bench import OURS, PEER, Bench, GpuMethods, Methods, Point, import_peer
+from scripts.benchmark.all_reduce_records import (
+    Measured,
+    Setting,
+    labels_of,
+    line,
+    microseconds,
+    point_records,
+    slower,
+    tuned,
+    warn_of_slow_choice,
+)
 from scripts.benchmark.all_reduce_stress import Stress, awkward_counts, make_series, make_steps
 from scripts.benchmark.engine import release
-from scripts.benchmark.timing import Timing
 from scripts.command_line import run_stage
 
-TOLERANCE = 1.03  # the choice is never slower than the best baseline by more
 GRID = tuple(4**power for power in range(8))
 TUNED = tuple(2**power for power in range(15))
 
@@ -62,22 +66,12 @@ class Options:
     """Choice files to judge. Default: the shipped ones (pipeline_parallel/configs)."""
     num_replays: int = 10_000
     """Of --stress, for each hidden size."""
+    peer: str | None = None
+    """MODULE:FUNCTION of someone else's fused operator, to time beside ours (see all_reduce_bench.import_peer)."""
     seed: int = 0
     """Of all numbers, and of the order of --stress."""
     quiet: bool = False
     """Warnings only."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is the same for all measurements of a call."""
-
-    device: str
-    """As torch names it."""
-    ranks: int
-    dtype: str
-    link_gb_per_s: float
-    """What plain copies between GPUs reach here in each direction, both at once."""
 
 
 def main(options: Options) -> list[Record]:
@@ -91,9 +85,11 @@ def main(options: Options) -> list[Record]:
             "--nproc-per-node N on a machine with N GPUs"
         )
     require_stated_multicast()
+    make_peer = None if options.peer is None else import_peer(options.peer)
     mesh = ParallelMesh.from_process_group(launch.world_size, 1, launch.device)
     with torch.inference_mode():
-        return run(options, Bench(mesh, getattr(torch, options.dtype), options.seed))
+        bench = Bench(mesh, getattr(torch, options.dtype), options.seed)
+        return run(options, bench, partial(GpuMethods, make_peer=make_peer))
 
 
 def check(options: Options) -> None:
@@ -122,7 +118,6 @@ def token_counts(options: Options, ranks: int) -> tuple[int, ...]:
     return tuple(sorted(options.num_tokens or default))
 
 
-Measured = Mapping[Point, Mapping[str, Timing]]
 MakeMethods = Callable[[ParallelMesh, int, int, torch.dtype], Methods]
 
 
@@ -132,7 +127,8 @@ def run(options: Options, bench: Bench, make_methods: MakeMethods = GpuMethods) 
     link = 0.0 if options.stress else bench.link_gb_per_s()
     setting = Setting(device=device, ranks=bench.mesh.tp_size, dtype=options.dtype, link_gb_per_s=link)
     counts = token_counts(options, setting.ranks)
-    names = METHODS if options.tune else (*OURS, *NAMES[bench.dtype])
+    baselines = (UNFUSED, "nccl") if options.tune else NAMES[bench.dtype]
+    names = (*OURS, *baselines, *((PEER,) if options.peer is not None else ()))
     records: list[Record] = []
     for hidden_size in options.hidden_size:
         methods = make_methods(bench.mesh, hidden_size, max(1, counts[-1]), bench.dtype)
@@ -161,6 +157,8 @@ def judge(options: Options, setting: Setting, transport: str, hidden_size: int, 
     """The records of one hidden size; of --tune none, its table is written."""
     if options.tune:
         write_choice_tables(options.output, [tuned(setting, transport, hidden_size, measured)])
+        for point, timings in measured.items():
+            warn_of_slow_choice(point, microseconds(timings))
         return []
     table = find_choice_table(setting.device, setting.ranks, hidden_size, transport, options.choices or None)
     records = [
@@ -176,107 +174,16 @@ def judge(options: Options, setting: Setting, transport: str, hidden_size: int, 
 
 def stress_record(options: Options, setting: Setting, bench: Bench, methods: Methods, hidden_size: int) -> Record:
     """All replays of one hidden size; ValueError if anything was wrong."""
-    series = make_series(token_counts(options, setting.ranks), setting.ranks, options.seed)
-    steps = make_steps(options.num_replays, len(series), options.seed)
-    Stress(bench, methods, hidden_size, series).run(steps, quiet=options.quiet)
+    for begins, num_replays in (
+        (True, options.num_replays - options.num_replays // 2),
+        (False, options.num_replays // 2),
+    ):
+        series = make_series(token_counts(options, setting.ranks), setting.ranks, options.seed, begins=begins)
+        steps = make_steps(num_replays, len(series), options.seed)
+        Stress(bench, methods, hidden_size, series).run(steps, quiet=options.quiet)
     logger.info(f"hidden size {hidden_size}: {options.num_replays} replays without an error, pads zero")
     labels = labels_of(setting, methods.transport, hidden_size) | {"method": "stress"}
     return make_record("communication", labels, "replays_without_error", options.num_replays, "")
-
-
-def labels_of(setting: Setting, transport: str, hidden_size: int) -> dict[str, Any]:
-    """Of every record."""
-    return {
-        "tp_size": setting.ranks,
-        "hidden_size": hidden_size,
-        "dtype": setting.dtype,
-        "transport": transport,
-    }
-
-
-def microseconds(timings: Mapping[str, Timing]) -> dict[str, float]:
-    """Medians by method."""
-    return {name: timing.median_ms * 1e3 for name, timing in timings.items()}
-
-
-def line(point: Point, timings: Mapping[str, Timing]) -> str:
-    """For people who watch."""
-    return f"{point}: " + ", ".join(f"{name} {value:.1f} us" for name, value in microseconds(timings).items())
-
-
-def tuned(setting: Setting, transport: str, hidden_size: int, measured: Measured) -> ChoiceTable:
-    """The fastest method at every point, in rising token counts."""
-    return ChoiceTable(
-        device=setting.device,
-        ranks=setting.ranks,
-        hidden_size=hidden_size,
-        transport=transport,
-        fastest=tuple((point.num_tokens, fastest(microseconds(each), METHODS)) for point, each in measured.items()),
-    )
-
-
-def fastest(times: Mapping[str, float], names: Sequence[str]) -> str:
-    """Of equally fast ones the first of `names`."""
-    return min(names, key=lambda name: times[name])
-
-
-def link_bytes(method: str, transport: str, ranks: int, partial_bytes: int) -> float:
-    """Bytes over the link that must enter or leave each GPU, whichever are more, for a partial of `partial_bytes`.
-
-    Two-shot, and NCCL at best: each rank takes its share from every other, and gives the result of its share to them.
-    One-shot: each takes everything from every other. A switch that adds up (multimem) asks all ranks for all rows, and
-    hands each rank's share of the result to all, itself included.
-    """
-    two_shot = "one-shot" not in method
-    if transport_of(method, transport) == "multimem":
-        return (1 + 1 / ranks) * partial_bytes
-    return (2 * (ranks - 1) / ranks if two_shot else ranks - 1) * partial_bytes
-
-
-def point_records(
-    setting: Setting, transport: str, point: Point, timings: Mapping[str, Timing], table: ChoiceTable | None
-) -> list[Record]:
-    """Ours beside every baseline, and what `auto` takes (NCCL where nothing was measured) beside the best baseline."""
-    times = microseconds(timings)
-    chosen = "nccl" if table is None else choose(table, point.num_tokens)
-    baselines = [name for name in times if name not in OURS]
-    best = fastest(times, baselines)
-    rows: list[tuple[str, str, str, dict[str, Any]]] = [(name, name, other, {}) for name in OURS for other in baselines]
-    verdict = {"chosen": chosen, "within_tolerance": times[chosen] <= TOLERANCE * times[best]}
-    rows.append(("auto", chosen, best, verdict))
-    records = []
-    for label, method, baseline, extras in rows:
-        num_bytes = link_bytes(method, transport, setting.ranks, point.numel * 2)
-        achieved = timings[method].achieved_gb_per_s(num_bytes)
-        labels = labels_of(setting, transport, point.hidden_size)
-        records.append(
-            make_record(
-                "communication",
-                {**labels, "method": label, "num_tokens": point.num_tokens},
-                "us",
-                times[method],
-                "us",
-                baseline={"name": f"{baseline} all-reduce + fused add-norm", "value": times[baseline]},
-                ratio=times[baseline] / times[method],
-                share_of_ceiling=achieved / setting.link_gb_per_s,
-                bytes_per_call=num_bytes,
-                achieved_gb_per_s=achieved,
-                ceiling_gb_per_s=setting.link_gb_per_s,
-                timing=timings[method].as_record_extra(),
-                **extras,
-            )
-        )
-    return records
-
-
-def slower(record: Record) -> str:
-    """What to say of a choice beyond the tolerance."""
-    labels, baseline = record["labels"], record["baseline"]
-    return (
-        f"{labels['num_tokens']} x {labels['hidden_size']}: auto takes {record['chosen']}, {record['value']:.1f} us, "
-        f"{100 / record['ratio'] - 100:.0f} % slower than {baseline['name']}, {baseline['value']:.1f} us "
-        f"(at most {100 * TOLERANCE - 100:.0f} %)"
-    )
 
 
 if __name__ == "__main__":

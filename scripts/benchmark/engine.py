@@ -18,10 +18,11 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
-from pipeline_parallel.fused_junction import AllReduce, FusedAddNorm, choose_all_reduce, strategy_of
+from pipeline_parallel.fused_junction import AllReduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
+from scripts.benchmark.junctions import Way, measure_ways
 from scripts.benchmark.shapes import HF_CONFIGS, find_shape
 from scripts.benchmark.timing import measure_matmul_ceiling, measure_read_ceiling
 from scripts.model_loading import resolve_device
@@ -52,7 +53,7 @@ class Options:
     pp_size: int = 1
     """Pipeline stages."""
     all_reduce: AllReduce = "auto"
-    """How ranks that share layers add up (see infer); what is not NCCL's is also compared with it."""
+    """How ranks that share layers add up (see infer); what is not NCCL's is timed beside it."""
     hugging_face: bool = False
     """Also time transformers' `generate` on the first rank, with the same weights."""
     device: str = "auto"
@@ -160,8 +161,9 @@ def prefill_flops(config: ModelConfig, prompt_tokens: int) -> float:
     return prompt_tokens * per_token + 2 * config.vocab_size * config.word_embed_proj_dim
 
 
-def run(options: Options, name: str, speed: Speed) -> list[Record]:
-    """Measure one rank, Hugging Face and the mesh, one after the other; rank 0 appends and returns the records."""
+def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -> list[Record]:
+    """Measure one rank, Hugging Face and the mesh, in each of its ways, one after the other; rank 0 appends and returns
+    the records. `overlap_tokens`: also with prefills split from so many tokens on."""
     device = current_launch().device or resolve_device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
@@ -172,7 +174,6 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
     expected: list[list[float]] = []
     ceiling, peak, num_bytes = 0.0, 0.0, 0
     sizes = options.batch_size
-    strategy_for = strategy_of(None, may_be_nccl=True)
     if mesh.rank == 0:
         model = random_model(config, seed=options.seed, dtype=dtype, device=device)
         num_bytes = bytes_of_weights(model)
@@ -196,7 +197,7 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
         release()
     mesh.gather(None)  # the others wait until rank 0 has the device to itself no longer
     if mesh.world_size == 1:
-        found = baselines.pop("one rank")
+        ways = [Way(name="one rank", speeds=baselines.pop("one rank"))]
     else:
         model = random_model(
             config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
@@ -204,17 +205,14 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
         # Data parallel: each replica has a batch of its own.
         many = {size: requests(options, config, size * mesh.dp_size) for size in sizes}
 
-        def measure_mesh() -> dict[int, float]:
+        def check() -> None:
             for here, there in zip(echoed(model, mesh, prompts), expected, strict=False):  # on rank 0
                 check_close(here, there, dtype, "this mesh and one rank")
-            return measure(model, mesh, many, speed, options.repetitions)
 
-        found = measure_mesh()
-        choose_all_reduce(model, mesh, options.all_reduce)
-        if isinstance(model.add_norm, FusedAddNorm):
-            baselines["NCCL"] = found
-            found = measure_mesh()
-            strategy_for = model.add_norm.strategy_for
+        def measure_size(size: int) -> float:
+            return measure(model, mesh, {size: many[size]}, speed, options.repetitions)[size]
+
+        ways = measure_ways(model, mesh, options.all_reduce, overlap_tokens, sizes, check, measure_size)
     records = []
     if mesh.rank == 0:
         labels: dict[str, Any] = {
@@ -228,8 +226,7 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
             "prompt_tokens": options.prompt_tokens,
             "new_tokens": options.new_tokens,
         }
-        for batch_size, value in found.items():
-            num_tokens = batch_size * (1 if name == "decode" else options.prompt_tokens)
+        for way, batch_size, value in [(one, *measured) for one in ways for measured in one.speeds.items()]:
             # A stage reads its weights once for each micro-batch.
             reads_per_s = value / batch_size / mesh.dp_size * min(mesh.pp_size, batch_size)
             achieved = reads_per_s * num_bytes / 1e9 / mesh.pp_size / mesh.tp_size
@@ -248,16 +245,23 @@ def run(options: Options, name: str, speed: Speed) -> list[Record]:
                     "ceiling_tflops_each": peak,
                     "share_of_ceiling": flops / mesh.world_size / peak,
                 }
-            for what, baseline in baselines.items() or [("", found)]:
-                compared = {"name": what, "value": baseline[batch_size]} if what else None
+            earlier = {other.name: other.speeds for other in ways[: ways.index(way)]}
+            compared: list[dict[str, Any]] = [
+                {"name": what, "value": speeds[batch_size]}
+                for what, speeds in (baselines | earlier).items()
+                if batch_size in speeds
+            ]
+            if name == "prefill":
+                labels["overlap_tokens"] = way.overlap_tokens
+            for baseline in compared or (None,):
                 records.append(
                     make_record(
                         name,
-                        {**labels, "batch_size": batch_size, "all_reduce": strategy_for(num_tokens)},
+                        {**labels, "batch_size": batch_size, "all_reduce": way.all_reduce},
                         "tokens_per_s",
                         value,
                         "tokens/s",
-                        baseline=compared,
+                        baseline=baseline,
                         **extras,
                     )
                 )
@@ -271,7 +275,9 @@ def table(records: Sequence[Record]) -> list[str]:
     """One line a record."""
     return [
         f"{record['name']} tp {record['labels']['tp_size']} pp {record['labels']['pp_size']} "
-        f"dp {record['labels']['dp_size']} batch {record['labels']['batch_size']}: {record['value']:.1f} tokens/s"
+        f"dp {record['labels']['dp_size']} batch {record['labels']['batch_size']}, "
+        f"{record['labels']['all_reduce']}{', split' if record['labels'].get('overlap_tokens') else ''}: "
+        f"{record['value']:.1f} tokens/s"
         + (f", {record['ratio']:.2f}x {record['baseline']['name']}" if record["baseline"] else "")
         for record in records
     ]

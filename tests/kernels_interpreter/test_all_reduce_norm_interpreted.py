@@ -49,7 +49,6 @@ def run_calls(
     memory = SharedMemory(world_size, max_tokens, hidden_size, dtype, pad_bytes=4 * world_size * MAX_PROGRAMS)
 
     def on_rank(rank: int) -> list[Any]:
-        operator.MAX_PROGRAMS = MAX_PROGRAMS
         workspace = memory.workspace(rank)
         if rank == slow_rank:
             read_late()
@@ -63,7 +62,8 @@ def run_calls(
             if rank == slow_rank and call.index % 3 == 0:
                 time.sleep(0.03)
             workspace.partial(call.num_tokens).copy_(call.partial(rank, hidden_size, dtype))
-            hidden, new_residual = all_reduce_norm(workspace, **call.arguments(rank, world_size, hidden_size, dtype))
+            arguments = call.arguments(rank, world_size, hidden_size, dtype)
+            hidden, new_residual = all_reduce_norm(workspace, **arguments, max_programs=MAX_PROGRAMS)
             results.append((hidden.clone(), new_residual))
         return results
 

@@ -9,88 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.checkpoint import build_on_meta, load_weights
-from modules.checkpoint_files import StateDict
-from modules.checkpoint_keys import expected_shapes
+from modules.checkpoint import build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.fused_decode import begin_step, run_step
-from modules.normalization import Norm
 from pipeline_parallel.all_reduce_choice import ChoiceTable
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
 from pipeline_parallel.fused_junction import (
     FusedAddNorm,
     choose_all_reduce,
+    describe_all_reduce,
     strategy_of,
     why_not_fused,
 )
-from pipeline_parallel.kernels.all_reduce_norm import owned_rows, reference_all_reduce_norm
+from pipeline_parallel.kernels.launch_shape import owned_rows
 from pipeline_parallel.mesh import ParallelMesh
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_hf_model
+from tests.pipeline_parallel.thread_operator import by_tokens, fuse, loaded
 from tests.pipeline_parallel.thread_ranks import on_threads
-
-MAX_TOKENS = 24
-
-
-class ThreadOperator:
-    """The kernels' equation, over what the threads of a group exchange; remembers what it was asked for."""
-
-    dtype = torch.float32
-    max_tokens = MAX_TOKENS
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self.group: Any = mesh.tp_group
-        self.rank, self.world_size = mesh.tp_rank, mesh.tp_size
-        self.asked: list[Any] = []
-        self.hidden: Tensor | None = None
-
-    def begin(self) -> None:
-        self.asked.append("begin")
-
-    def __call__(
-        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, strategy: str
-    ) -> tuple[Tensor, Tensor]:
-        rows = owned_rows(len(partial), self.rank, self.world_size) if strategy == "two-shot" else range(len(partial))
-        assert residual is None or residual.shape == (len(rows), partial.shape[1])
-        self.asked.append((strategy, len(partial), len(rows)))
-        mine = slice(rows.start, rows.stop)
-        hidden, total = reference_all_reduce_norm(
-            torch.stack(self.group.ranks.exchange(self.rank, partial.float().clone()))[:, mine],
-            residual,
-            None if norm is None else norm.weight,
-            None if norm is None else norm.bias,
-            bias,
-            kind="none" if norm is None else norm.kind,
-            eps=0.0 if norm is None else norm.eps,
-        )
-        if strategy == "two-shot":
-            hidden = torch.cat(self.group.ranks.exchange(self.rank, hidden))
-        if self.hidden is None:
-            self.hidden = torch.empty(MAX_TOKENS, partial.shape[1])
-        self.hidden.fill_(float("nan"))  # good until the next call, and no longer
-        self.hidden[: len(hidden)] = hidden
-        return self.hidden[: len(hidden)], total
-
-
-def by_tokens(num_tokens: int) -> str:
-    return "one-shot" if num_tokens < 6 else "two-shot"
-
-
-def fuse(model: Decoder, mesh: ParallelMesh, strategy_for: Callable[[int], str]) -> ThreadOperator:
-    operator = ThreadOperator(mesh)
-    assert isinstance(model.add_norm, ReducingAddNorm)
-    model.add_norm = FusedAddNorm(model.add_norm, operator, strategy_for, lambda: model.max_lookahead > 0)
-    return operator
-
-
-def loaded(hf_config: dict[str, Any], mesh: ParallelMesh, weights: dict[str, Tensor]) -> Decoder:
-    config = ModelConfig.from_hf(hf_config)
-    model = build_on_meta(config, lambda whole: parallelise(whole, mesh))
-    source = StateDict(dict(weights), config, expected_shapes(build_on_meta(config), config), "tiny")
-    load_weights(model, source, dtype=torch.float32)
-    return model
 
 
 def logits_of(model: Decoder, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
@@ -210,12 +148,19 @@ def test_what_cannot_be_fused_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     half, hosts = torch.bfloat16, ["here", "here"]
-    monkeypatch.setattr("pipeline_parallel.fused_junction.gatherer", lambda group: lambda name: hosts)
+    gather = lambda group: lambda mine: [(host, mine[1]) for host in hosts]  # noqa: E731
+    monkeypatch.setattr("pipeline_parallel.fused_junction.gatherer", gather)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     assert "pre-norm" in str(refusal(KINDS["opt-post-norm-projected"], half, "cuda"))
     assert "weights are torch.float32" in str(refusal(LLAMA, torch.float32, "cuda"))
     assert "the model is on cpu" in str(refusal(LLAMA, half, "cpu"))
     assert "not 9 ranks of 48" in str(refusal(LLAMA, half, "cuda", tp_size=9))
     assert refusal(LLAMA, half, "cuda") is None
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    assert "set NCCL_NVLS_ENABLE=0" in str(refusal(LLAMA, half, "cuda"))
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST is None: set it to 1" in str(refusal(LLAMA, half, "cuda"))
     hosts[:] = ["here", "there"]
     assert "several hosts: here, there" in str(refusal(LLAMA, half, "cuda"))
 
@@ -252,6 +197,13 @@ def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
         return
     assert isinstance(model.add_norm, FusedAddNorm)
     few = "nccl" if choice == "auto" else "one-shot"
+    assert (
+        describe_all_reduce(model)
+        == {
+            "auto": f"one-shot/nccl {transport}",
+            "fused": f"one-shot {transport}" if transport in measured else f"one-shot/two-shot {transport}",
+        }[choice]
+    )
     assert [model.add_norm.strategy_for(count) for count in (1, 64)] == [few, "one-shot"]
 
 

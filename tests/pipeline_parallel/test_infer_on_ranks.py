@@ -130,6 +130,21 @@ def test_under_torchrun_the_file_is_that_of_one_process(model: Path, tmp_path: P
     assert_same(read_answers(tmp_path / "out.jsonl"), expected)
 
 
+def test_split_prefills_give_the_answers_of_one_process(model: Path, tmp_path: Path) -> None:
+    """Eight rows, so that 32 positions are a first half of 256 tokens; two rows end within it."""
+    lengths = [60, 33, 5, 40, 32, 58, 41, 50]
+    ids = random_tokens(8, 60).tolist()
+    lines = [{"prompt_token_ids": row[:count], "max_new_tokens": 2} for row, count in zip(ids, lengths, strict=True)]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", lines)
+    expected = in_one_process(model, prompts, tmp_path / "one.jsonl", echo=True, max_new_tokens=TOKENS_EACH)
+    more = ["--tp-size", "2", "--echo", "--overlap-tokens", "480"]
+    given = [one for one in arguments(model, prompts, tmp_path / "out.jsonl", *more) if one != "--quiet"]
+    ended = wait_all(start_ranks(["-m", "scripts.infer", *given], 2), 60)
+    assert [one.exit_code for one in ended] == [0, 0], ended
+    assert "prefills of 480 tokens or more are split in two" in ended[0].stderr
+    assert_same(read_answers(tmp_path / "out.jsonl"), expected)
+
+
 def killed_in_mid_run(
     model: Path, prompts: Path, output: Path, *, world_size: int, num_answers: int, rank: int
 ) -> list[Ended]:

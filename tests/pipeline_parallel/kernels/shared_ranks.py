@@ -49,6 +49,7 @@ class SharedMemory:
             rank=rank,
             buffer_addresses=[mapped[peer][0].data_ptr() for peer in range(self.world_size)],
             signal_addresses=[mapped[peer][2].data_ptr() for peer in range(self.world_size)],
+            num_multiprocessors=132,
             handle=mapped,
         )
 

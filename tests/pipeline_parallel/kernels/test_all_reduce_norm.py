@@ -16,10 +16,9 @@ from pipeline_parallel.kernels.all_reduce_norm import (
     STRATEGIES,
     all_reduce_norm,
     begin,
-    launch_shape,
-    owned_rows,
     reference_all_reduce_norm,
 )
+from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, WARPS_A_MULTIPROCESSOR, launch_shape, owned_rows
 from pipeline_parallel.kernels.workspace import Workspace, workspace_of
 from tests.modules.kernels import add_norm_cases
 from tests.modules.kernels.compiled import compiles
@@ -54,18 +53,26 @@ def test_every_row_has_one_owner(world_size: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_programs_can_wait_for_each_other_and_have_room_on_a_pad(strategy: str) -> None:
     default_pad = 32 * 72 * 4  # torch's
-    for num_tokens, hidden_size, world_size in product(TOKEN_COUNTS, (8, 3072, 4096, 8192, 16384), range(2, 9)):
-        programs, num_warps = launch_shape(num_tokens, hidden_size, world_size, strategy)
+    hidden_sizes, multiprocessors = (8, 3072, 4096, 8192, 16384), (1, 16, 84, 132, 300)
+    for num_tokens, hidden_size, world_size, count in product(TOKEN_COUNTS, hidden_sizes, range(2, 9), multiprocessors):
+        programs, num_warps = launch_shape(num_tokens, hidden_size, world_size, strategy, count)
         assert 1 <= programs <= max(1, num_tokens)
         assert num_warps in (1, 2, 4, 8, 16, 32)
-        assert programs * num_warps <= operator.MAX_WARPS
+        assert programs * num_warps <= WARPS_A_MULTIPROCESSOR * count
         assert programs * world_size * 4 <= default_pad
+
+
+def test_fewer_programs_can_be_asked_for_and_warps_stay() -> None:
+    whole = launch_shape(1024, 4096, 2, "two-shot", 132)
+    assert whole[0] > 8 and launch_shape(1024, 4096, 2, "two-shot", 132, 8) == (8, whole[1])
+    assert launch_shape(3, 4096, 2, "one-shot", 132, 8)[0] == 3
+    assert launch_shape(0, 4096, 2, "one-shot", 132, 8)[0] == 1
 
 
 def workspace_on_cpu(programs: int = 64) -> Workspace:
     buffer = torch.zeros(3 * 5, 48, dtype=torch.bfloat16)
     pad = torch.zeros(programs * 2, dtype=torch.int32)
-    return workspace_of(buffer, pad, rank=1, buffer_addresses=[0, 0], signal_addresses=[0, 0])
+    return workspace_of(buffer, pad, rank=1, buffer_addresses=[0, 0], signal_addresses=[0, 0], num_multiprocessors=4)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,7 @@ def workspace_on_cpu(programs: int = 64) -> Workspace:
     [
         ({"kind": "batch"}, "kind 'batch' is not one of rms, layer, none"),
         ({"strategy": "ring"}, "strategy 'ring' is not one of one-shot, two-shot"),
+        ({"max_programs": 0}, "max_programs must be at least 1, got 0"),
         ({"num_tokens": 6}, "num_tokens 6 is not within the workspace's 0 to 5"),
         ({"num_tokens": -1}, "num_tokens -1 is not within"),
         ({"residual": torch.zeros(2, 48)}, r"residual \(2, 48\) is not of shape \(3, 48\)"),
@@ -131,8 +139,8 @@ def compiled(hidden_size: int, world_size: int, strategy: str, transport: str, d
     signature = {name: types.get(name, "constexpr") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(operator.all_reduce_norm_kernel, signature, constants, aligned)
-    _, num_warps = launch_shape(64, hidden_size, world_size, strategy)
-    options = {"num_warps": num_warps, "maxnreg": operator.MAX_REGISTERS}
+    _, num_warps = launch_shape(64, hidden_size, world_size, strategy, 132)
+    options = {"num_warps": num_warps, "maxnreg": MAX_REGISTERS}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline_parallel.kernels import transport, workspace
-from pipeline_parallel.kernels.workspace import Workspace, create_workspace, workspace_of
+from pipeline_parallel.kernels.workspace import Workspace, create_workspace, require_stated_multicast, workspace_of
 
 PAD_BYTES = 9216
 
@@ -41,7 +41,8 @@ class FakeSymmetricMemory:
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.delenv(workspace.NO_MULTICAST, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setenv(workspace.NO_MULTICAST, "0")
     return monkeypatch
 
 
@@ -87,6 +88,7 @@ def test_multicast_is_used_only_if_every_rank_has_it(
 
 def test_a_multicast_object_where_none_may_be_is_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setenv(workspace.NO_MULTICAST, "1")
+    patch.setenv(workspace.NCCL_MULTICAST, "0")
     assert create(patch, FakeSymmetricMemory(0), {"multicast": False}).transport == "p2p"
     with pytest.raises(AssertionError, match="TORCH_SYMM_MEM_DISABLE_MULTICAST=1, but"):
         create(patch, FakeSymmetricMemory(65536), {"multicast": True})
@@ -98,6 +100,7 @@ def test_a_multicast_object_where_none_may_be_is_noticed(patch: pytest.MonkeyPat
         ({"max_tokens": 6}, r"the ranks differ in max_tokens: 6, 5 \(ranks 0 to 1\)"),
         ({"hidden_size": 32}, "differ in hidden_size: 32, 24"),
         ({"dtype": "torch.float16"}, "differ in dtype: torch.float16, torch.bfloat16"),
+        ({"multiprocessors": 78}, "differ in multiprocessors: 78, 132"),
         ({workspace.NO_MULTICAST: True}, "differ in TORCH_SYMM_MEM_DISABLE_MULTICAST: True, False"),
     ],
 )
@@ -161,6 +164,7 @@ def test_multimem_is_kept_only_if_its_sums_are_right_everywhere(
         rank=0,
         buffer_addresses=[buffer.data_ptr(), 0],
         signal_addresses=[0, 0],
+        num_multiprocessors=132,
         multicast_address=65536,
     )
 
@@ -172,3 +176,36 @@ def test_multimem_is_kept_only_if_its_sums_are_right_everywhere(
     monkeypatch.setattr(transport, "begin", lambda space: None)
     transport.verify_transport(made, lambda mine: [mine, peer_is_right])
     assert made.transport == transport_name
+
+
+@pytest.mark.parametrize(
+    ("disabled", "nvls", "message"),
+    [
+        (None, "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST is None: set it to 1"),
+        ("yes", "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST is 'yes': set it to 1"),
+        ("1", None, "forbids multicast, which NCCL uses too: set NCCL_NVLS_ENABLE=0"),
+        ("1", "1", "forbids multicast, which NCCL uses too: set NCCL_NVLS_ENABLE=0"),
+        ("1", "0", None),
+        ("0", None, None),
+    ],
+)
+def test_the_environment_must_say_whether_multicast_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, disabled: str | None, nvls: str | None, message: str | None
+) -> None:
+    for name, value in (("TORCH_SYMM_MEM_DISABLE_MULTICAST", disabled), ("NCCL_NVLS_ENABLE", nvls)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if message is None:
+        require_stated_multicast()
+    else:
+        with pytest.raises(ValueError, match=message):
+            require_stated_multicast()
+
+
+def test_ranks_do_not_meet_where_nothing_is_said_of_multicast(patch: pytest.MonkeyPatch) -> None:
+    patch.delenv(workspace.NO_MULTICAST)
+    memory = FakeSymmetricMemory(0)
+    with pytest.raises(ValueError, match="TORCH_SYMM_MEM_DISABLE_MULTICAST is None: set it to 1"):
+        create(patch, memory, {"multicast": False})
+    assert not memory.rendezvoused

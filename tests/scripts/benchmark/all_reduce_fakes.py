@@ -12,7 +12,7 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.all_reduce_bench import EPS, Bench, Methods, Point
 from scripts.benchmark.timing import Timing
 
-ALL_METHODS = ("one-shot", "two-shot", "nccl", "torch one-shot", "torch two-shot")
+ALL_METHODS = ("one-shot", "two-shot", "nccl float32", "nccl", "torch one-shot", "torch two-shot")
 
 
 class OneRank:
@@ -31,20 +31,26 @@ class OneRank:
     def begin(self) -> None:
         self.turn = 0
 
-    def partial(self, num_tokens: int) -> Tensor:
-        return self.partials[self.turn, :num_tokens]
-
-    def load(self, partial: Tensor) -> None:
-        self.partials[:, : len(partial)] = partial
-
-    def run(self, method: str, num_tokens: int, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, method: str, partial: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         self.calls.append(method)
+        num_tokens = len(partial)
+        self.partials[self.turn, :num_tokens] = partial
         hidden, new_residual = reference_add_norm(
-            self.partial(num_tokens), residual, weight, None, None, kind="rms", eps=EPS, out_dtype=self.hidden.dtype
+            self.partials[self.read_turn(), :num_tokens],
+            residual,
+            weight,
+            None,
+            None,
+            kind="rms",
+            eps=EPS,
+            out_dtype=self.hidden.dtype,
         )
         self.hidden[:num_tokens] = hidden
         self.turn = 1 - self.turn
         return self.hidden[:num_tokens], new_residual
+
+    def read_turn(self) -> int:
+        return self.turn
 
     def owned(self, method: str, num_tokens: int) -> slice:
         return slice(0, num_tokens)

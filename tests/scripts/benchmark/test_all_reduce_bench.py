@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts.benchmark import all_reduce_bench
-from scripts.benchmark.all_reduce_bench import Point, checksum, largest_row_error, num_calls
+from scripts.benchmark.all_reduce_bench import Point, checksum, import_peer, largest_row_error, num_calls
 from tests.scripts.benchmark.all_reduce_fakes import ALL_METHODS, OneRank, milliseconds, one_rank_bench
 
 
@@ -19,9 +19,31 @@ def test_every_method_is_checked_and_then_timed() -> None:
     point = Point(num_tokens=5, hidden_size=16)
     methods = OneRank(bench.mesh, 16, 8, torch.bfloat16)
     found = bench.times(point, methods, ALL_METHODS)
-    assert tuple(found) == ALL_METHODS and methods.calls[:5] == list(ALL_METHODS)
+    assert tuple(found) == ALL_METHODS and methods.calls[:6] == list(ALL_METHODS)
     assert all(timing.num_argument_sets == 20 and timing.median_ms > 0 for timing in found.values())
     assert num_calls(Point(num_tokens=16384, hidden_size=8192)) == 4
+
+
+class Overwriting(OneRank):
+    """Leaves its sum where its part was, as an all-reduce in place does."""
+
+    def run(self, method: str, partial: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        results = super().run(method, partial, *arguments)
+        partial.fill_(float("nan"))
+        return results
+
+
+def test_what_a_method_leaves_behind_is_not_the_next_ones_input() -> None:
+    bench = one_rank_bench()
+    methods = Overwriting(bench.mesh, 16, 8, torch.bfloat16)
+    assert tuple(bench.times(Point(num_tokens=5, hidden_size=16), methods, ALL_METHODS)) == ALL_METHODS
+
+
+def test_a_peer_is_imported_or_refused_in_one_line() -> None:
+    assert import_peer("scripts.benchmark.all_reduce_bench:checksum") is checksum
+    for place in ("nowhere.to_be_found:make", "scripts.benchmark.all_reduce_bench:missing", "torch", ":"):
+        with pytest.raises(ValueError, match=f"--peer {place}: give MODULE:FUNCTION that can be imported"):
+            import_peer(place)
 
 
 class Wrong(OneRank):

@@ -9,6 +9,7 @@ import torch
 
 from scripts.benchmark.all_reduce_stress import (
     CALLS,
+    CALLS_WITHOUT_BEGIN,
     NUM_INPUTS,
     NUM_SERIES,
     Series,
@@ -46,6 +47,19 @@ def test_many_counts_all_find_a_place() -> None:
     assert len(calls) == 200
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_series_without_begin_give_both_buffers_equal_turns(begins: bool) -> None:
+    series = make_series((1, 5), 2, seed=0, begins=begins)
+    assert {len(each.calls) for each in series} == {CALLS if begins else CALLS_WITHOUT_BEGIN}
+    assert {each.begins for each in series} == {begins} and (CALLS % 2, CALLS_WITHOUT_BEGIN % 2) == (1, 0)
+    methods = methods_of(OneRank)
+    begun = []
+    methods.begin = lambda: begun.append(methods.turn)
+    stress = Stress(one_rank_bench(), methods, 16, series)
+    stress.run(make_steps(20, len(series), seed=0), quiet=True)
+    assert begun[0] == 0 and len(begun) == 1 + (len(series) + 22) * begins
+
+
 def test_steps_change_series_input_and_launch() -> None:
     steps = make_steps(10_000, NUM_SERIES, seed=0)
     assert steps == make_steps(10_000, NUM_SERIES, seed=0)
@@ -66,12 +80,13 @@ class Faulty(OneRank):
 
     faulty_call = 0
     factor = 1.0
+    result = 0  # hidden states, 1: residual
 
     def run(self, method: str, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = super().run(method, *arguments)
+        results = super().run(method, *arguments)
         if len(self.calls) == self.faulty_call:
-            hidden[-1, 7] *= self.factor
-        return hidden, residual
+            results[self.result][-1, 7] *= self.factor
+        return results
 
 
 def stressed(methods: OneRank, num_replays: int = 20) -> None:
@@ -91,10 +106,10 @@ def test_what_is_right_passes() -> None:
     assert len(methods.calls) == 22 * CALLS
 
 
-@pytest.mark.parametrize("factor", [1.05, float("nan")])
-def test_one_wrong_element_is_found_and_named(factor: float) -> None:
+@pytest.mark.parametrize(("result", "factor"), [(0, 1.05), (0, float("nan")), (1, 1.001), (1, float("nan"))])
+def test_one_wrong_element_of_either_result_is_found_and_named(result: int, factor: float) -> None:
     methods = methods_of(Faulty)
-    methods.faulty_call, methods.factor = 33, factor
+    methods.faulty_call, methods.factor, methods.result = 33, factor, result
     with pytest.raises(
         ValueError,
         match=r"1 calls went wrong on rank 0, the first of them .* \(call 2 of step 10, from .*\): 1 elements",
@@ -105,11 +120,8 @@ def test_one_wrong_element_is_found_and_named(factor: float) -> None:
 class OtherBuffer(OneRank):
     """Adds up what the call before was given."""
 
-    def run(self, method: str, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.turn = 1 - self.turn
-        results = super().run(method, *arguments)
-        self.turn = 1 - self.turn
-        return results
+    def read_turn(self) -> int:
+        return 1 - self.turn
 
 
 def test_numbers_of_another_call_are_found() -> None:

@@ -16,17 +16,8 @@ from pipeline_parallel.all_reduce_choice import ChoiceTable, read_choice_tables,
 from pipeline_parallel.launch import Launch
 from scripts.benchmark import communication
 from scripts.benchmark.all_reduce_bench import Point
-from scripts.benchmark.communication import (
-    Options,
-    Setting,
-    check,
-    fastest,
-    link_bytes,
-    main,
-    point_records,
-    run,
-    token_counts,
-)
+from scripts.benchmark.all_reduce_records import Setting, fastest, link_bytes, model_choice, point_records
+from scripts.benchmark.communication import Options, check, main, run, token_counts
 from scripts.benchmark.timing import Timing
 from scripts.command_line import run_stage
 from tests.pipeline_parallel.launching import start_torchrun, wait_all
@@ -34,7 +25,7 @@ from tests.scripts.benchmark.all_reduce_fakes import ALL_METHODS, FirstOfTwoRank
 
 SETTING = Setting(device="GPU A", ranks=2, dtype="bfloat16", link_gb_per_s=400.0)
 POINT = Point(num_tokens=64, hidden_size=4096)
-TIMES = dict(zip(ALL_METHODS, (5.0, 10.0, 9.0, 8.0, 12.0), strict=True))
+TIMES = dict(zip(ALL_METHODS, (5.0, 10.0, 11.0, 9.0, 8.0, 12.0), strict=True))
 
 
 def timings(**others: float) -> dict[str, Timing]:
@@ -118,6 +109,7 @@ def test_of_equally_fast_methods_the_first_counts() -> None:
         ("two-shot", "p2p", 4, 1.5),
         ("two-shot", "multimem", 4, 1.25),
         ("nccl", "multimem", 4, 1.5),
+        ("nccl float32", "multimem", 4, 3),
         ("torch one-shot", "multimem", 4, 3),
         ("torch two-shot", "p2p", 4, 1.5),
     ],
@@ -131,9 +123,9 @@ def test_records_stand_beside_every_baseline_and_the_choice_beside_the_best() ->
     assert [(record["labels"]["method"], record["baseline"]["name"].split(" all-")[0]) for record in records] == [
         (method, baseline)
         for method in ("one-shot", "two-shot")
-        for baseline in ("nccl", "torch one-shot", "torch two-shot")
+        for baseline in ("nccl float32", "nccl", "torch one-shot", "torch two-shot")
     ] + [("auto", "torch one-shot")]
-    first, auto = records[0], records[-1]
+    first, auto = records[1], records[-1]
     assert (first["metric"], first["unit"]) == ("us", "us")
     assert first["value"] == pytest.approx(5.0) and first["ratio"] == pytest.approx(9 / 5)
     assert first["bytes_per_call"] == 64 * 4096 * 2
@@ -158,18 +150,29 @@ def test_the_choice_may_be_three_percent_slower_than_the_best_baseline(chosen_us
 
 def test_float16_stands_beside_nccl_alone(options: Options) -> None:
     def times(point: Point, names: Sequence[str]) -> dict[str, Timing]:
-        assert tuple(names) == ("one-shot", "two-shot", "nccl")
+        assert tuple(names) == ("one-shot", "two-shot", "nccl float32", "nccl")
         return {name: timing for name, timing in timings().items() if name in names}
 
     bench = FirstOfTwoRanks(times)
     bench.dtype = torch.float16
     records = run(replace(options, dtype="float16", num_tokens=(1,), hidden_size=(16,)), bench, OneRank)
-    assert {record["baseline"]["name"] for record in records} == {"nccl all-reduce + fused add-norm"}
+    assert {record["baseline"]["name"] for record in records} == {
+        "nccl float32 all-reduce + fused add-norm",
+        "nccl all-reduce + fused add-norm",
+    }
 
 
-def test_where_nothing_was_measured_nccl_is_judged() -> None:
+def test_where_nothing_was_measured_the_models_nccl_is_judged() -> None:
     auto = point_records(SETTING, "p2p", POINT, timings(), None)[-1]
-    assert auto["chosen"] == "nccl" and auto["within_tolerance"] is False and auto["ratio"] == pytest.approx(8 / 9)
+    assert auto["chosen"] == "nccl" and auto["within_tolerance"] is False and auto["ratio"] == pytest.approx(8 / 11)
+    assert auto["bytes_per_call"] == 64 * 4096 * 4, "it adds up in float32"
+
+
+def test_a_peer_is_one_more_baseline() -> None:
+    found = point_records(SETTING, "p2p", POINT, timings(peer=7.0), None)
+    assert [record["ratio"] for record in found if record["baseline"]["name"] == "peer"] == [
+        pytest.approx(ratio) for ratio in (7 / 5, 7 / 10, 7 / 11)
+    ]
 
 
 def test_what_is_measured_is_written_and_a_slow_choice_is_said(options: Options, tmp_path: Path) -> None:
@@ -184,7 +187,7 @@ def test_what_is_measured_is_written_and_a_slow_choice_is_said(options: Options,
         )
     finally:
         logger.remove(sink)
-    assert records == read_records(options.output) and len(records) == 2 * 7
+    assert records == read_records(options.output) and len(records) == 2 * 9
     assert [record["chosen"] for record in records if "chosen" in record] == ["one-shot", "two-shot"]
     assert heard == [
         "5 x 16: auto takes two-shot, 10.0 us, 25 % slower than torch one-shot all-reduce + fused add-norm, 8.0 us "
@@ -192,12 +195,20 @@ def test_what_is_measured_is_written_and_a_slow_choice_is_said(options: Options,
     ]
 
 
-def test_tuning_writes_the_fastest_of_ours_and_nccl(options: Options) -> None:
+def test_tuning_writes_the_fastest_that_the_model_can_do_and_names_what_is_faster_still(options: Options) -> None:
     def times(point: Point, names: Sequence[str]) -> dict[str, Timing]:
-        assert tuple(names) == ("one-shot", "two-shot", "nccl")
-        return timings(**{"one-shot": 5.0 * point.num_tokens, "two-shot": 9.0})
+        assert tuple(names) == ("one-shot", "two-shot", "nccl float32", "nccl")
+        found = timings(**{"one-shot": 5.0 * point.num_tokens, "two-shot": 9.0, "nccl": 8.0})
+        return {name: found[name] for name in names}
 
-    assert run(replace(options, tune=True), FirstOfTwoRanks(times), OneRank) == []
+    heard: list[str] = []
+    sink = logger.add(heard.append, level="WARNING", format="{message}")
+    try:
+        assert run(replace(options, tune=True), FirstOfTwoRanks(times), OneRank) == []
+    finally:
+        logger.remove(sink)
+    assert heard == [f"5 x {size}: the model's fastest takes 9.0 us, nccl 8.0 us\n" for size in (16, 24)]
+    assert model_choice({"one-shot": 3.0, "two-shot": 2.0, "nccl float32": 1.0, "nccl": 0.5}) == "nccl"
     assert [(found.key, found.fastest) for found in read_choice_tables(options.output)] == [
         (("cpu", 2, size, "p2p"), ((1, "one-shot"), (5, "two-shot"))) for size in (16, 24)
     ]
@@ -218,5 +229,5 @@ def test_two_gpus_measure_and_agree(tmp_path: Path, flags: list[str]) -> None:
         assert [count for count, _ in read_choice_tables(output)[0].fastest] == [1, 77]
     else:
         records = read_records(output)
-        assert len(records) == (1 if "--stress" in flags else 2 * 7)
+        assert len(records) == (1 if "--stress" in flags else 2 * 9)
         assert all(record["value"] > 0 for record in records)

@@ -1,0 +1,266 @@
+"""Compute and communication at once: a long prefill under tensor parallelism in two halves, on two streams.
+
+The tokens of a pass are split in two along the sequence. While attention or the MLP of one half computes, the residual
+junction (all-reduce, add, norm) of the other half runs on a second stream:
+
+    compute:        A0      B0      A1      B1      A2  ...        half-block i of halves A and B
+    communication:      +A0     +B0     +A1     +B1     ...        the junction behind it
+
+Causal attention needs no more: half B sees the keys that half A has left, never the other way round. Both junctions
+can do it, NCCL's and the fused one, of which each half has one with a workspace of its own; rows of the residual stay
+with their owners within a half. On a CPU the same calls are made in the same order, on no stream.
+
+How many tokens go to which half, and how much of the device the fused junction may take meanwhile, was measured or was
+not: split files (all_reduce_choice.py), TokenWeave's or those of `scripts.benchmark.prefill --tune-splits`, are looked
+for as `pipeline_parallel/configs/splits/DEVICE-RANKSxHIDDEN_SIZE.json`, spaces in the device's name written as `_`.
+
+After Gond et al. 2025, TokenWeave (arXiv 2505.11329).
+
+Legend: B batch, T tokens, D hidden, G key-value heads, H head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import gcd
+from pathlib import Path
+from typing import Literal
+
+import torch
+from loguru import logger
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from modules.decoder import Decoder, HalfBlock
+from modules.forward_pass import ForwardPass, cached_attention_mask
+from modules.kv_cache import KVCache
+from modules.normalization import AddNorm, Norm
+from pipeline_parallel.all_reduce_choice import CONFIGS_DIR, SplitPoint, nearest_split_point, read_split_points
+from pipeline_parallel.fused_junction import FusedAddNorm
+from pipeline_parallel.mesh import ParallelMesh
+
+OverlapTokens = int | Literal["auto"]
+DEFAULT_TOKENS = 1024  # where splitting begins to pay in TokenWeave
+STEP = 256  # the first half has a multiple of so many tokens: whole tiles of the matrix products
+# Of the fused junction beside a half that computes, where nothing was measured: an eighth of an H100's multiprocessors,
+# at hidden size 4096.
+DEFAULT_PROGRAMS = 32
+
+
+class HalfCache(KVCache):
+    """What attention of one half takes for the cache. It hands over the keys that attention reads, and writes to the
+    pass's own cache, if there is one; the first half leaves its keys and values of a layer to the second.
+
+    Only in passes that begin at an empty cache, or have none; elsewhere attention reads all from the cache itself.
+    """
+
+    def __init__(self, cache: KVCache | None, left: dict[int, tuple[Tensor, Tensor]], *, is_first: bool) -> None:
+        # No memory of its own, so nothing of KVCache's is made.
+        self._cache, self._left, self._is_first = cache, left, is_first
+
+    def write(self, layer_idx: int, positions: Tensor, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """As `KVCache.write`: keys, values [B, G, T of the half, H] -> what this half sees of them."""
+        if self._cache is not None:
+            self._cache.write(layer_idx, positions, keys, values, end)
+        if self._is_first:
+            self._left[layer_idx] = keys, values
+            return keys, values
+        first_keys, first_values = self._left.pop(layer_idx)
+        return torch.cat((first_keys, keys), dim=2), torch.cat((first_values, values), dim=2)
+
+
+@dataclass
+class Half:
+    """One half on its way through the half-blocks."""
+
+    token_ids: Tensor
+    forward_pass: ForwardPass
+    hidden_states: Tensor | None = None
+    residual: Tensor | None = None
+    partial: Tensor | None = None
+    """What the junction on the other stream reads: not freed before that is done, since its memory would be used again
+    on this stream."""
+    is_reduced: torch.cuda.Event | None = None
+
+
+class Overlap:
+    """A decoder's prefills in two halves from `min_tokens` tokens on, padding included; see the head of the file.
+
+    Left alone: passes of sparse models and those that hooks look into, and decode steps. To a model's statistics each
+    half is a call of its own.
+    `junctions`: of each half. `points`: measured splits; none: in the middle.
+    """
+
+    def __init__(
+        self, model: Decoder, min_tokens: int, junctions: tuple[AddNorm, AddNorm], points: Sequence[SplitPoint]
+    ) -> None:
+        self.model, self.min_tokens, self.junctions, self.points = model, min_tokens, junctions, points
+        self.num_split = 0  # passes so far
+        # First in line for the device's free multiprocessors: the link is to be busy all the time.
+        on_gpu = model.device.type == "cuda"
+        self.stream = torch.cuda.Stream(model.device, priority=-1) if on_gpu else None
+
+    def __call__(self, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor | None:
+        """See modules.decoder.PrefillDriver. A collective call, like all passes of a model that is cut."""
+        batch, tokens = token_ids.shape
+        num_tokens = batch * tokens
+        if num_tokens < self.min_tokens or self.model.is_sparse or is_watched(self.model):
+            return None
+        point = nearest_split_point(self.points, num_tokens) if self.points else None
+        first = first_half(batch, tokens, 0 if point is None else point.offset)
+        if first == 0:
+            return None
+        self.num_split += 1
+        return self._run(split(token_ids, forward_pass, first, self.model.dtype), point)
+
+    def _run(self, halves: tuple[Half, Half], point: SplitPoint | None) -> Tensor:
+        model, span = self.model, self.model.span
+        for place, half in enumerate(halves):
+            embedded = model.embeddings(half.token_ids, half.forward_pass.positions)
+            self._reduce(half, embedded, model.first_norm, None, self._junction(place, span.start - 1, point))
+        for idx in span:
+            half_block = model.half_blocks[idx]
+            assert isinstance(half_block, HalfBlock)
+            for place, half in enumerate(halves):
+                partial = half_block.block(self._await(half), half.forward_pass)
+                self._reduce(half, partial, half_block.norm, half_block.bias, self._junction(place, idx, point))
+        # Both halves are waited for here, so nothing of this pass is left on the other stream.
+        return torch.cat([self._await(half) for half in halves], dim=1)
+
+    def _junction(self, place: int, idx: int, point: SplitPoint | None) -> AddNorm:
+        """What follows half-block `idx` (-1: the embeddings) of a half: it leaves room for what the other half computes
+        meanwhile, its own half-block `idx` beside the first half's junction, the next one beside the second's."""
+        junction, beside = self.junctions[place], idx + place
+        if not isinstance(junction, FusedAddNorm) or beside not in self.model.span:
+            return junction
+        measured = (DEFAULT_PROGRAMS,) * 2 if point is None else (point.attention_programs, point.mlp_programs)
+        return junction.with_operator(junction.operator, measured[beside % 2])
+
+    def _reduce(self, half: Half, partial: Tensor, norm: Norm | None, bias: Tensor | None, junction: AddNorm) -> None:
+        """Start the junction behind what this stream has just computed.
+
+        Memory: the other stream waits for all that was queued here so far, so also for whoever has read what it is
+        about to overwrite; what it reads of this stream's is held until `_await`.
+        """
+        config, stream = self.model.config, self.stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            half.hidden_states, half.residual = junction(
+                partial, half.residual, norm, bias, pre_norm=config.pre_norm, dtype=self.model.dtype
+            )
+        if stream is not None:
+            half.partial, half.is_reduced = partial, stream.record_event()
+
+    def _await(self, half: Half) -> Tensor:
+        """The half's hidden states, which this stream may read from now on."""
+        if half.is_reduced is not None:
+            assert self.stream is not None
+            torch.cuda.current_stream(self.stream.device).wait_event(half.is_reduced)
+            half.partial = None
+        assert half.hidden_states is not None
+        return half.hidden_states
+
+
+def first_half(batch: int, tokens: int, offset: int) -> int:
+    """Positions of the first half of [batch, tokens]: the nearest to an even split and `offset` tokens (of all rows)
+    more for which the half has a multiple of 256 tokens. 0: too few for that."""
+    step = STEP // gcd(STEP, batch)
+    wanted = (batch * tokens + 2 * offset) / (2 * batch)
+    most = (tokens - 2) // step * step  # a second half of one token would be a decode step to attention
+    return max(0, min(most, max(step, int(wanted / step + 0.5) * step)))
+
+
+def split(token_ids: Tensor, whole: ForwardPass, first: int, dtype: torch.dtype) -> tuple[Half, Half]:
+    """A pass of a `dtype` model as those of its first `first` positions and of the rest, each with its share of every
+    row's tokens: a row that ends in the first half has only padding in the second."""
+    tokens = token_ids.shape[1]
+    left: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def part(start: int, stop: int) -> Half:
+        here = slice(start, stop)
+        cache: KVCache | None
+        mask: Tensor | None
+        if whole.attention_mask is not None:  # into a cache that holds something: attention reads all from there
+            cache, mask = whole.cache, whole.attention_mask[:, :, here]
+        else:
+            cache = HalfCache(whole.cache, left, is_first=start == 0)
+            mask = None if start == 0 else mask_of_rest(whole.positions[:1, here], tokens, dtype)
+        valid = None if whole.valid is None else whole.valid[:, here]
+        cos_sin = None if whole.cos_sin is None else (whole.cos_sin[0][:, :, here], whole.cos_sin[1][:, :, here])
+        forward_pass = replace(
+            whole,
+            positions=whole.positions[:, here],
+            valid=valid,
+            attention_mask=mask,
+            cos_sin=cos_sin,
+            cache=cache,
+        )
+        return Half(token_ids[:, here], forward_pass)
+
+    return part(0, first), part(first, tokens)
+
+
+def mask_of_rest(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:
+    """What the queries at the last `positions` [1, T] of `end` see: all keys up to and with their own."""
+    if positions.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        return causal_lower_right(positions.shape[1], end)  # flash attention
+    return cached_attention_mask(positions, end, dtype)
+
+
+def is_watched(model: Decoder) -> bool:
+    """Whether a hook looks into the half-blocks: it would see halves."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.half_blocks.modules())
+
+
+def check_overlap_tokens(tokens: OverlapTokens) -> None:
+    """ValueError if that is no threshold."""
+    if tokens != "auto" and tokens < 0:
+        raise ValueError(f"--overlap-tokens must be auto, 0 (never) or a number of tokens, got {tokens}")
+
+
+def choose_overlap(model: Decoder, mesh: ParallelMesh, tokens: OverlapTokens) -> None:
+    """Let a model, whose junction is chosen, split prefills as `--overlap-tokens` says (a collective call).
+
+    auto: from 1024 tokens on where splits were measured for these GPUs, and from the smallest measured on. A number:
+    from so many on, measured or not. 0: never. Pipeline stages hand on whole passes, so there nothing is split.
+    """
+    check_overlap_tokens(tokens)
+    if tokens == 0 or mesh.tp_size == 1:
+        return
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else mesh.device.type
+    path = split_path(device, mesh.tp_size, model.config.hidden_size)
+    points = read_split_points(path) if path.is_file() else []
+    problem = None
+    if mesh.pp_size > 1:
+        problem = f"{mesh.pp_size} pipeline stages hand on whole passes"
+    elif len(set(mesh.gather((tokens, repr(points))))) > 1:
+        problem = "the ranks differ in what was measured for them"
+    elif tokens == "auto" and not points:
+        problem = f"nothing was measured for these GPUs (scripts.benchmark.prefill --tune-splits --output {path} does)"
+    if problem is not None:
+        logger.info(f"--overlap-tokens {tokens}: prefills are not split, since {problem}")
+        return
+    least = max(DEFAULT_TOKENS, points[0].num_tokens) if tokens == "auto" else tokens
+    split_prefills(model, least, points)
+    logger.info(f"--overlap-tokens {tokens}: prefills of {least} tokens or more are split in two")
+
+
+def split_prefills(model: Decoder, min_tokens: int, points: Sequence[SplitPoint]) -> None:
+    """Split a cut model's prefills from so many tokens on (a collective call: fused, the second half gets memory)."""
+    junction = other = model.add_norm
+    if isinstance(junction, FusedAddNorm):
+        other = junction.with_operator(junction.operator.another(), None)
+    model.prefill_driver = Overlap(model, min_tokens, (junction, other), points)
+
+
+def split_path(device: str, ranks: int, hidden_size: int) -> Path:
+    """Where the measured splits of a kind of device, as torch names it, are looked for."""
+    return CONFIGS_DIR / "splits" / f"{device.replace(' ', '_')}-{ranks}x{hidden_size}.json"
+
+
+def overlap_tokens(model: Decoder) -> int:
+    """From how many tokens on a model's prefills are split; 0: never."""
+    return model.prefill_driver.min_tokens if isinstance(model.prefill_driver, Overlap) else 0

@@ -1,0 +1,98 @@
+"""The fused residual junction without GPUs: its operator played by threads, and the models that have it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modules.checkpoint import build_on_meta, load_weights
+from modules.checkpoint_files import StateDict
+from modules.checkpoint_keys import expected_shapes
+from modules.config import ModelConfig
+from modules.decoder import Decoder
+from modules.normalization import Norm
+from pipeline_parallel.communication import ReducingAddNorm
+from pipeline_parallel.engine import parallelise
+from pipeline_parallel.fused_junction import FusedAddNorm
+from pipeline_parallel.kernels.all_reduce_norm import reference_all_reduce_norm
+from pipeline_parallel.kernels.launch_shape import owned_rows
+from pipeline_parallel.mesh import ParallelMesh
+
+MAX_TOKENS = 24
+
+
+class ThreadOperator:
+    """The kernels' equation, over what the threads of a group exchange; remembers what it was asked for."""
+
+    dtype = torch.float32
+    max_tokens = MAX_TOKENS
+    transport = "threads"
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.group: Any = mesh.tp_group
+        self.rank, self.world_size = mesh.tp_rank, mesh.tp_size
+        self.mesh = mesh
+        self.asked: list[Any] = []
+        self.programs: list[int | None] = []
+        self.others: list[ThreadOperator] = []
+        self.hidden: Tensor | None = None
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def another(self) -> "ThreadOperator":
+        self.others.append(ThreadOperator(self.mesh))
+        return self.others[-1]
+
+    def __call__(
+        self,
+        partial: Tensor,
+        residual: Tensor | None,
+        norm: Norm | None,
+        bias: Tensor | None,
+        strategy: str,
+        max_programs: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows = owned_rows(len(partial), self.rank, self.world_size) if strategy == "two-shot" else range(len(partial))
+        assert residual is None or residual.shape == (len(rows), partial.shape[1])
+        self.asked.append((strategy, len(partial), len(rows)))
+        self.programs.append(max_programs)
+        mine = slice(rows.start, rows.stop)
+        hidden, total = reference_all_reduce_norm(
+            torch.stack(self.group.ranks.exchange(self.rank, partial.float().clone()))[:, mine],
+            residual,
+            None if norm is None else norm.weight,
+            None if norm is None else norm.bias,
+            bias,
+            kind="none" if norm is None else norm.kind,
+            eps=0.0 if norm is None else norm.eps,
+        )
+        if strategy == "two-shot":
+            hidden = torch.cat(self.group.ranks.exchange(self.rank, hidden))
+        if self.hidden is None:
+            self.hidden = torch.empty(MAX_TOKENS, partial.shape[1])
+        self.hidden.fill_(float("nan"))  # good until the next call, and no longer
+        self.hidden[: len(hidden)] = hidden
+        return self.hidden[: len(hidden)], total
+
+
+def by_tokens(num_tokens: int) -> str:
+    return "one-shot" if num_tokens < 6 else "two-shot"
+
+
+def fuse(model: Decoder, mesh: ParallelMesh, strategy_for: Callable[[int], str]) -> ThreadOperator:
+    operator = ThreadOperator(mesh)
+    assert isinstance(model.add_norm, ReducingAddNorm)
+    model.add_norm = FusedAddNorm(model.add_norm, operator, strategy_for, lambda: model.max_lookahead > 0)
+    return operator
+
+
+def loaded(
+    hf_config: dict[str, Any], mesh: ParallelMesh, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Decoder:
+    config = ModelConfig.from_hf(hf_config)
+    model = build_on_meta(config, lambda whole: parallelise(whole, mesh))
+    source = StateDict(dict(weights), config, expected_shapes(build_on_meta(config), config), "tiny")
+    load_weights(model, source, dtype=dtype)
+    return model
