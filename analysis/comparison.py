@@ -3,52 +3,81 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from analysis.results import Record
 
 QUALITY_NAMES = ("perplexity", "accuracy")
-METHOD_ORDER = ("dense", "oracle", "predictor", "cats", "teal", "static", "random")
-# Labels that the main table shows or groups by; any other one that differs is named beside the method.
-VISIBLE_LABELS = ("model", "task", "corpus", "method", "mlp_density", "head_density", "phase")
+METHOD_ORDER = ("dense", "oracle", "predictor", "cats", "teal", "teal-all", "wina", "griffin", "static", "random")
+# Labels that tables show or group by; any other one that differs is named beside the method.
+SETTING_LABELS = ("model", "method", "phase")
+VISIBLE_LABELS = (*SETTING_LABELS, "task", "corpus", "mlp_density", "head_density")
+# How a task was scored, which says nothing about the model that was scored.
+CONDITION_LABELS = {
+    "num_fewshot", "num_samples", "filter", "batch_size", "execution", "window", "stride", "num_tokens",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One quality record, unpacked; what was not recorded is None."""
 
+    name: str
     model: str
     task: str
     metric: str
     method: str
     variant: str  # the method, and whatever else tells this row from the others of the same settings
+    series: str  # the variant, but alike at every density: budgets that differ in their number only are one series
     mlp_density: float
     head_density: float
     phase: str
+    date: str
     value: float
+    stderr: float | None
+    dense_value: float | None
     ratio: float | None
     recall: float | None
     precision: float | None
     achieved_mlp_density: float | None
     achieved_head_density: float | None
     bytes_read_share: float | None
+    layer_bytes_read_share: float | None  # of attention's weights and the MLPs' together
+    sparse_calls: int | None
     tokens_per_s: float | None
     dense_tokens_per_s: float | None
-    layers: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # block -> quantity -> one a layer
+    layers: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)  # block -> quantity -> one a layer
     labels: dict[str, Any] = field(default_factory=dict)
 
 
 def latest_records(records: Iterable[Record]) -> list[Record]:
-    """Of records that measure the same thing under the same labels, the last; a run may be repeated."""
+    """Of records that measure the same thing under the same labels, the newest (the last, without dates).
+
+    What is measured in seconds is another thing on another device; perplexity and accuracy are not.
+    """
     latest: dict[str, Record] = {}
     for record in records:
         baseline = (record.get("baseline") or {}).get("name")
-        key = json.dumps([record["name"], record["metric"], baseline, record["labels"]], sort_keys=True)
+        device = None if record["name"] in QUALITY_NAMES else device_of(record)
+        key = json.dumps([record["name"], record["metric"], baseline, device, record["labels"]], sort_keys=True)
+        if key in latest and _date(latest[key]) > _date(record):
+            continue
         latest.pop(key, None)
         latest[key] = record
     return list(latest.values())
+
+
+def device_of(record: Record) -> str:
+    """The card, or the kind of CPU, that a record was measured on."""
+    device = record["environment"].get("device") or "unknown device"
+    return str(record["environment"].get("cpu") or device if device == "cpu" else device)
+
+
+def _date(record: Record) -> str:
+    return str(record["environment"].get("date") or "")
 
 
 def compare(records: Sequence[Record]) -> list[Comparison]:
@@ -56,7 +85,10 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     records = latest_records(records)
     quality = [record for record in records if record["name"] in QUALITY_NAMES]
     speeds = [record for record in records if record["name"] == "decode" and record["metric"] == "tokens_per_s"]
-    rows = [_comparison(record, variant, speeds) for record, variant in _with_variants(quality)]
+    rows = [
+        _comparison(record, variant, series, _matching_speed(record, speeds))
+        for record, variant, series in _with_variants(quality)
+    ]
     return sorted(rows, key=_reading_order)
 
 
@@ -72,62 +104,83 @@ def method_rank(method: str) -> int:
     return METHOD_ORDER.index(method) if method in METHOD_ORDER else len(METHOD_ORDER)
 
 
-def _reading_order(row: Comparison) -> tuple[Any, ...]:
+def setting_order(row: Comparison) -> tuple[Any, ...]:
+    """Dense first, then by falling density and by method."""
     is_dense = row.method == "dense"
-    return (
-        row.model,
-        row.task,
-        row.metric,
-        not is_dense,
-        -row.mlp_density,
-        -row.head_density,
-        method_rank(row.method),
-        row.variant,
-        row.phase,
-    )
+    densities = -row.mlp_density, -row.head_density
+    return (not is_dense, *densities, method_rank(row.method), row.variant, row.phase)
 
 
-def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str]]:
-    groups: dict[tuple[Any, ...], list[Record]] = {}
+def _reading_order(row: Comparison) -> tuple[Any, ...]:
+    return (row.model, row.task, row.metric, *setting_order(row))
+
+
+def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
+    """Each record with the names of its variant and of its series.
+
+    What was run is named alike at every density and on every task; how it was scored only where two rows of a table
+    differ in nothing else.
+    """
+    settings: dict[tuple[Any, ...], list[Record]] = {}
+    cells: dict[tuple[Any, ...], list[Record]] = {}
+
+    def setting_of(record: Record) -> tuple[Any, ...]:
+        return (record["name"], *(record["labels"].get(label) for label in SETTING_LABELS))
+
+    def cell_of(record: Record) -> tuple[Any, ...]:
+        return (record["name"], record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
+
     for record in records:
-        key = (record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
-        groups.setdefault(key, []).append(record)
+        settings.setdefault(setting_of(record), []).append(record)
+        cells.setdefault(cell_of(record), []).append(record)
     named = []
-    for group in groups.values():
-        names = sorted({label for record in group for label in record["labels"]} - set(VISIBLE_LABELS))
-        differing = [name for name in names if len({json.dumps(record["labels"].get(name)) for record in group}) > 1]
-        for record in group:
-            labels = record["labels"]
-            settings = [f"{name} {labels[name]}" for name in differing if labels.get(name) is not None]
-            named.append((record, ", ".join([str(labels.get("method", "dense")), *settings])))
+    for record in records:
+        labels = record["labels"]
+        differing = [name for name in _differing(settings[setting_of(record)]) if name not in CONDITION_LABELS]
+        if record["name"] == "perplexity":
+            differing += [name for name in _differing(cells[cell_of(record)]) if name in CONDITION_LABELS]
+        told = [f"{name} {labels[name]}" for name in differing if labels.get(name) is not None]
+        variant = ", ".join([str(labels.get("method", "dense")), *told])
+        named.append((record, variant, re.sub(r"(density_budget [^,]*?)[-_ ]*[\d.]+(?=,|$)", r"\1", variant)))
     return named
 
 
-def _comparison(record: Record, variant: str, speeds: Sequence[Record]) -> Comparison:
+def _differing(group: Sequence[Record]) -> list[str]:
+    names = sorted({label for record in group for label in record["labels"]} - set(VISIBLE_LABELS))
+    return [name for name in names if len({json.dumps(record["labels"].get(name)) for record in group}) > 1]
+
+
+def _comparison(record: Record, variant: str, series: str, speed: Record | None) -> Comparison:
     labels = record["labels"]
     achieved = record.get("achieved") or {}
     quality = record.get("quality") or {}
     method = str(labels.get("method", "dense"))
-    speed = _matching_speed(record, speeds)
     dense_speed = None if speed is None else (speed.get("baseline") or {}).get("value")
     if speed is not None and method == "dense":
         dense_speed = speed["value"]
     return Comparison(
+        name=record["name"],
         model=str(labels.get("model", "")),
         task=str(labels.get("task") or labels.get("corpus") or record["name"]),
         metric=record["metric"],
         method=method,
         variant=variant,
+        series=series,
         mlp_density=_density(labels, "mlp_density"),
         head_density=_density(labels, "head_density"),
         phase=str(labels.get("phase") or ""),
+        date=_date(record),
         value=record["value"],
+        stderr=record.get("stderr"),
+        dense_value=record["value"] if method == "dense" else (record.get("baseline") or {}).get("value"),
         ratio=1.0 if method == "dense" else record.get("ratio"),
         recall=quality.get("recall"),
         precision=quality.get("precision"),
         achieved_mlp_density=achieved.get("mlp_density"),
         achieved_head_density=achieved.get("head_density"),
         bytes_read_share=achieved.get("bytes_read_share"),
+        layer_bytes_read_share=achieved.get("layer_bytes_share"),
+        sparse_calls=achieved.get("sparse_calls"),
         tokens_per_s=None if speed is None else speed["value"],
         dense_tokens_per_s=dense_speed,
         layers=_layers(achieved, quality),
@@ -135,29 +188,37 @@ def _comparison(record: Record, variant: str, speeds: Sequence[Record]) -> Compa
     )
 
 
-def _layers(achieved: dict[str, Any], quality: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    layers: dict[str, dict[str, list[float]]] = {}
+def _layers(achieved: dict[str, Any], quality: dict[str, Any]) -> dict[str, dict[str, list[float | None]]]:
+    layers: dict[str, dict[str, list[float | None]]] = {}
     for block, densities in (achieved.get("per_layer") or {}).items():
         layers.setdefault(block, {})["density"] = densities
     for block, quantities in (quality.get("per_layer") or {}).items():
-        layers.setdefault(block, {}).update(quantities or {})
+        densities = layers.setdefault(block, {}).get("density") or []
+        layers[block] |= {name: _in_place(each, densities) for name, each in (quantities or {}).items()}
     return {block: {name: each for name, each in found.items() if each} for block, found in layers.items()}
 
 
-def _density(labels: dict[str, Any], name: str) -> float:
+def _in_place(shares: list[float | None], densities: list[float | None]) -> list[float | None]:
+    """Quality is known of the layers that select; put in the places of those, where others stay dense."""
+    selecting = [layer for layer, density in enumerate(densities) if density != 1]
+    if not shares or len(shares) != len(selecting):
+        return shares
+    known = dict(zip(selecting, shares, strict=True))
+    return [known.get(layer) for layer in range(len(densities))]
+
+
+def _density(labels: Mapping[str, Any], name: str) -> float:
     density = labels.get(name)
     return 1.0 if density is None else float(density)
 
 
 def _matching_speed(record: Record, speeds: Sequence[Record]) -> Record | None:
-    """The decode record of the same model, method and densities that shares most of the other labels."""
-    labels = record["labels"]
-    candidates = [
-        speed
-        for speed in speeds
-        if all(speed["labels"].get(name) == labels.get(name) for name in ("model", "method"))
-        and all(_density(speed["labels"], name) == _density(labels, name) for name in ("mlp_density", "head_density"))
-    ]
+    """The decode record of the same setting and machine that shares most of the other labels.
+
+    A speed from another card, another checkout or another precision is not the speed of this row.
+    """
+    labels, machine = record["labels"], _machine(record)
+    candidates = [speed for speed in speeds if same_setting(labels, speed["labels"]) and _machine(speed) == machine]
     if not candidates:
         return None
 
@@ -166,3 +227,30 @@ def _matching_speed(record: Record, speeds: Sequence[Record]) -> Record | None:
         return (shared, int(speed["labels"].get("batch_size") == 1))
 
     return max(candidates, key=likeness)
+
+
+def same_setting(labels: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether two records are of one model, method and densities, with nothing else known to differ.
+
+    Phases are left out: speed is measured while decoding, quality while scoring.
+    """
+    if any(_density(labels, name) != _density(others, name) for name in ("mlp_density", "head_density")):
+        return False
+    names = (labels.keys() & others.keys()) | {"model", "method", "recipe", "density_budget"}
+    names -= {*CONDITION_LABELS, "phase", "task", "corpus", "mlp_density", "head_density"}
+    return all(labels.get(name) == others.get(name) for name in names)
+
+
+def shared_settings(labels: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Those of the named labels that are the same wherever they are known, as text for a caption."""
+    shared = []
+    for name in names:
+        settings = {json.dumps(each[name]) for each in labels if each.get(name) is not None}
+        if len(settings) == 1:
+            shared.append(f"{name.replace('_', ' ')} {json.loads(settings.pop())}")
+    return ", ".join(shared)
+
+
+def _machine(record: Record) -> str:
+    """The environment without its date, as text."""
+    return json.dumps({**record["environment"], "date": None}, sort_keys=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from analysis.comparison import latest_records, method_rank
+from analysis.comparison import device_of, latest_records, method_rank
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
 from analysis.results import Record
 
@@ -23,11 +23,20 @@ def is_one_gpu_decode(record: Record) -> bool:
     return record["name"] == "decode" and record["labels"].get("execution") in EXECUTIONS
 
 
-def decode_table(records: Sequence[Record]) -> Table:
+def decode_tables(records: Sequence[Record]) -> list[Table]:
+    """One table a card: its clock and its memory are in every number."""
+    cards: dict[str, list[Record]] = {}
+    for record in records:
+        cards.setdefault(device_of(record), []).append(record)
+    return [_table_of_card(card, measured) for card, measured in cards.items()]
+
+
+def _table_of_card(card: str, records: Sequence[Record]) -> Table:
     """Models in the order of the records; dense first, then by batch size and falling density."""
-    rows: dict[str, Row] = {}
+    settings: dict[str, Row] = {}
     for record in latest_records(records):
-        rows.setdefault(json.dumps(record["labels"], sort_keys=True), []).append(record)
+        settings.setdefault(json.dumps(record["labels"], sort_keys=True), []).append(record)
+    rows = {setting: _newest_timing(row) for setting, row in settings.items()}
     models = list(dict.fromkeys(_model(record) for record in records))
     ordered = sorted(rows.values(), key=lambda row: _reading_order(row[0], models))
     labels = [row[0]["labels"] for row in ordered]
@@ -53,11 +62,17 @@ def decode_table(records: Sequence[Record]) -> Table:
     ]
     used = [(name, cell) for name, cell in columns if any(cell(row) != EMPTY_CELL for row in ordered)]
     return Table(
-        title="decode, one GPU",
+        title=f"decode, one {card}",
         columns=tuple(name for name, _ in used),
         rows=tuple(tuple(cell(row) for _, cell in used) for row in ordered),
         caption=", ".join(f"{name.replace('_', ' ')} {format_cell(labels[0][name])}" for name in constant),
     )
+
+
+def _newest_timing(row: Row) -> Row:
+    """One timing is recorded once for each thing it is compared with; ratios of an older timing are not of this one."""
+    newest = max(row, key=lambda record: str(record["environment"].get("date") or ""))
+    return [record for record in row if record["value"] == newest["value"]]
 
 
 def _model(record: Record) -> str:

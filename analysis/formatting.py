@@ -95,7 +95,7 @@ def format_cell(setting: object) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell == EMPTY_CELL or re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?( %|×)?|inf", cell) is not None
+    return cell == EMPTY_CELL or re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?( %|×)?( ± [\d.]+)?( ‡)?|inf", cell) is not None
 
 
 def _escape_markdown(text: str) -> str:

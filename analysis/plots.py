@@ -1,7 +1,4 @@
-"""Plots from records, as matplotlib figures; each returns None where the records hold nothing to draw.
-
-Colours are Okabe and Ito's, which stay apart for colour-blind readers; every method also has its own marker.
-"""
+"""Plots from records, as matplotlib figures; each returns None where the records hold nothing to draw."""
 
 from __future__ import annotations
 
@@ -10,37 +7,44 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from analysis.comparison import Comparison, compare, group_by_task, method_rank
+from analysis.accuracy import compare_accuracy
+from analysis.accuracy_plot import plot_accuracy, plot_accuracy_layers
+from analysis.comparison import Comparison, compare, group_by_task
 from analysis.formatting import format_number
+from analysis.layer_plots import plot_layer_density, plot_layer_quality
+from analysis.method_styles import (
+    METHOD_STYLES,
+    SPARE_STYLES,
+    Point,
+    draw_dense,
+    draw_legend,
+    draw_lines,
+    one_panel,
+    series_label,
+    series_of,
+)
 from analysis.results import Record
 
-METHOD_STYLES = {  # method -> colour, marker
-    "dense": ("#000000", "o"),
-    "oracle": ("#009E73", "^"),
-    "predictor": ("#0072B2", "o"),
-    "cats": ("#CC79A7", "D"),
-    "teal": ("#D55E00", "s"),
-    "static": ("#E69F00", "v"),
-    "random": ("#7F7F7F", "X"),
-}
-SPARE_STYLES = (("#56B4E9", "P"), ("#8C6D00", "h"), ("#5D3A9B", "*"), ("#994F00", "<"))
-DASHES = ("-", "--", ":", "-.")
-BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}
+# Ratios above it are cut off: a random choice's would leave no room for those that anybody would use.
+HIGHEST_RATIO = 20.0
 
 
 def all_figures(records: Sequence[Record]) -> dict[str, Figure]:
     """Every figure that the records can fill, by title."""
     figures: dict[str, Figure | None] = {}
-    for (model, task, metric), rows in group_by_task(compare(records)).items():
+    for found in compare_accuracy(records):
+        figures[f"{found.model}: accuracy against MLP density"] = plot_accuracy(found)
+        figures[f"{found.model}, accuracy tasks: recall and precision a layer"] = plot_accuracy_layers(found)
+    scored = [row for row in compare(records) if row.name == "perplexity"]
+    for (model, task, metric), rows in group_by_task(scored).items():
         subject = f"{model}, {task}"
         figures[f"{subject}: {metric} against MLP density"] = plot_against_density(rows)
         figures[f"{subject}: {metric} against head density"] = plot_against_density(rows, block="attention")
         figures[f"{subject}: {metric} against MLP bytes read"] = plot_against_bytes(rows)
+        figures[f"{subject}: {metric} against layer bytes read"] = plot_against_layer_bytes(rows)
         figures[f"{subject}: decoding speed"] = plot_speed(rows)
         figures[f"{subject}: recall and precision a layer"] = plot_layer_quality(rows)
         figures[f"{subject}: achieved density a layer"] = plot_layer_density(rows)
@@ -82,92 +86,62 @@ def plot_against_density(rows: Sequence[Comparison], *, block: str = "mlp") -> F
 
 
 def plot_against_bytes(rows: Sequence[Comparison]) -> Figure | None:
-    """Ratio to dense over the bytes that the MLPs read, predictors included."""
-    return _plot_ratio(rows, lambda row: row.bytes_read_share, "MLP bytes read (share of dense, with predictors)")
+    """Ratio to dense over the bytes that the MLPs read; predictor, gate and stand-in included."""
+    return _plot_ratio(
+        rows, lambda row: row.bytes_read_share, "MLP bytes read (share of dense; predictor, gate and stand-in included)"
+    )
+
+
+def plot_against_layer_bytes(rows: Sequence[Comparison]) -> Figure | None:
+    """Ratio to dense over the bytes of attention and the MLPs together, where some method is sparse in both."""
+    if all(row.head_density == 1 for row in rows):
+        return None
+    axis = "bytes read of attention and MLPs (share of dense; predictor, gate and stand-in included)"
+    return _plot_ratio(rows, lambda row: row.layer_bytes_read_share, axis)
+
+
+def ratio_points(rows: Sequence[Comparison], position: Callable[[Comparison], float | None]) -> list[Point]:
+    """Every sparse row at (position, ratio to dense), as far as both are known."""
+    return [
+        Point(row, x, row.ratio)
+        for row in rows
+        if row.method != "dense" and row.ratio is not None and (x := position(row)) is not None
+    ]
 
 
 def _plot_ratio(
     rows: Sequence[Comparison], position: Callable[[Comparison], float | None], axis_label: str
 ) -> Figure | None:
-    points = [row for row in rows if row.method != "dense" and row.ratio is not None and position(row) is not None]
-    if not any(position(row) != 1 for row in points):
+    points = ratio_points(rows, position)
+    if not any(point.x != 1 for point in points):
         return None
-    figure, axes = _one_panel()
-    axes.axhline(1.0, color="#000000", linewidth=1, zorder=1)
-    axes.annotate(
-        "dense",
-        (0.99, 1.0),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -3),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8,
-    )
-    _draw_lines(axes, points, position, lambda row: row.ratio)
-    axes.set(xlabel=axis_label, ylabel=f"{points[0].metric}, ratio to dense")
+    figure, axes = one_panel()
+    draw_dense(axes, 1.0, is_best="lowest")
+    draw_lines(axes, points)
+    axes.set(xlabel=axis_label, ylabel=f"{points[0].setting.metric}, ratio to dense")
     axes.set_yscale("log")
+    shown = [point for point in points if point.y <= HIGHEST_RATIO]
+    if len(shown) < len(points):
+        axes.set_ylim(min([1.0, *(point.y for point in shown)]) / 1.15, HIGHEST_RATIO)
+        beyond = [
+            f"{label} to {_rounded(max(point.y for point in members))}×"
+            for label, members in series_of(points).items()
+            if any(point.y > HIGHEST_RATIO for point in members)
+        ]
+        axes.set_title(f"above the plot: {', '.join(beyond)}", fontsize=7, loc="left", wrap=True)
+    if len(shown) > 1:  # a line that leaves at the top need not be followed
+        axes.set_xlim(min(point.x for point in shown) - 0.05, max(point.x for point in shown) + 0.05)
     low, high = axes.get_ylim()
     # Decades alone would leave a short axis without numbers.
-    axes.yaxis.set_major_locator(MaxNLocator(6) if high / low < 5 else LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(MaxNLocator(6) if high / low < 5 else LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:.4g}×"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.legend(frameon=False, fontsize=9)
+    draw_legend(axes)
     return figure
 
 
-def _draw_lines(
-    axes: Axes,
-    rows: Sequence[Comparison],
-    x: Callable[[Comparison], float | None],
-    y: Callable[[Comparison], float | None],
-) -> None:
-    styles = _styles(rows)
-    series: dict[str, list[Comparison]] = {}
-    for row in rows:
-        series.setdefault(_series_label(row), []).append(row)
-    for label, members in series.items():
-        colour, marker, dash = styles[label]
-        members = sorted(members, key=lambda row: x(row) or 0.0)
-        axes.plot(
-            [x(row) or 0.0 for row in members],
-            [y(row) or 0.0 for row in members],
-            label=label,
-            color=colour,
-            marker=marker,
-            linestyle=dash,
-            markersize=5,
-        )
-
-
-def _series_label(row: Comparison) -> str:
-    label = row.variant
-    if row.mlp_density < 1 and row.head_density < 1:
-        label += f", head density {format_number(row.head_density)}"
-    return label + (f" ({row.phase})" if row.phase not in ("", "all") else "")
-
-
-def _styles(rows: Iterable[Comparison]) -> dict[str, tuple[str, str, str]]:
-    """Colour and marker by method; further variants of one method differ by their dashes."""
-    styles: dict[str, tuple[str, str, str]] = {}
-    num_variants: dict[str, int] = {}
-    for row in sorted(rows, key=lambda row: (method_rank(row.method), row.method, _series_label(row))):
-        if _series_label(row) in styles:
-            continue
-        if row.method not in num_variants and row.method not in METHOD_STYLES:
-            spare = sum(method not in METHOD_STYLES for method in num_variants)
-            num_variants[row.method] = 0
-            colour, marker = SPARE_STYLES[spare % len(SPARE_STYLES)]
-        elif row.method in METHOD_STYLES:
-            colour, marker = METHOD_STYLES[row.method]
-        else:
-            colour, marker = next(
-                (colour, marker) for label, (colour, marker, _) in styles.items() if label.startswith(row.method)
-            )
-        dash = DASHES[num_variants.get(row.method, 0) % len(DASHES)]
-        num_variants[row.method] = num_variants.get(row.method, 0) + 1
-        styles[_series_label(row)] = (colour, marker, dash)
-    return styles
+def _rounded(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.0e}"
 
 
 def plot_speed(rows: Sequence[Comparison]) -> Figure | None:
@@ -176,7 +150,7 @@ def plot_speed(rows: Sequence[Comparison]) -> Figure | None:
     dense = next((row.dense_tokens_per_s for row in rows if row.dense_tokens_per_s is not None), None)
     if not sparse or dense is None:
         return None
-    names = ["dense", *(f"{_series_label(row)}, {format_number(row.mlp_density)}" for row in sparse)]
+    names = ["dense", *(f"{series_label(row)}, {format_number(row.mlp_density)}" for row in sparse)]
     speeds = [dense, *(row.tokens_per_s or 0.0 for row in sparse)]
     colours = ["#000000", *(METHOD_STYLES.get(row.method, SPARE_STYLES[0])[0] for row in sparse)]
     figure = Figure(figsize=(7.0, 1.3 + 0.3 * len(names)), layout="constrained")
@@ -195,52 +169,3 @@ def plot_speed(rows: Sequence[Comparison]) -> Figure | None:
     axes.set_xlabel("decoding speed (tokens/s; label: method, MLP density)")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def plot_layer_quality(rows: Sequence[Comparison]) -> Figure | None:
-    """Heat maps of each layer's recall and precision: a line a setting, a column a layer."""
-    return _plot_layers(rows, ("recall", "precision"))
-
-
-def plot_layer_density(rows: Sequence[Comparison]) -> Figure | None:
-    """A heat map of the density that each layer really ran at."""
-    return _plot_layers(rows, ("density",))
-
-
-def _plot_layers(rows: Sequence[Comparison], quantities: Sequence[str]) -> Figure | None:
-    panels = []
-    for block in BLOCK_NAMES:
-        for quantity in quantities:
-            chosen = [row for row in rows if row.method != "dense" and row.layers.get(block, {}).get(quantity)]
-            if chosen:
-                panels.append((block, quantity, chosen))
-    if not panels:
-        return None
-    heights = [1.1 + 0.22 * len(chosen) for _, _, chosen in panels]
-    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
-    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (block, quantity, chosen) in zip(all_axes, panels, strict=True):
-        num_layers = max(len(row.layers[block][quantity]) for row in chosen)
-        values = np.full((len(chosen), num_layers), np.nan)
-        for line, row in zip(values, chosen, strict=True):
-            per_layer = row.layers[block][quantity]
-            line[: len(per_layer)] = [np.nan if share is None else share for share in per_layer]
-        image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-        densities = [row.mlp_density if block == "mlp" else row.head_density for row in chosen]
-        names = [
-            f"{_series_label(row)}, {format_number(density)}" for row, density in zip(chosen, densities, strict=True)
-        ]
-        axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("layer")
-        axes.set_title(f"{quantity}, {BLOCK_NAMES[block]} (line: method, density)", fontsize=9, loc="left")
-        figure.colorbar(image, ax=axes, format=lambda share, _: f"{100 * share:.0f} %")
-    return figure
-
-
-def _one_panel() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes

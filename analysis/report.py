@@ -17,12 +17,16 @@ DEFINITIONS = (
     "A unit is an MLP neuron or an attention head; density is the share of units that are active, and 1.0 "
     "is the dense model. Every method but dense chooses its units a token: oracle from the true outputs "
     "(a bound, no gain in speed), predictor from a small trained network, cats by the gate's size, teal "
-    "by thinning out the matrices' inputs, static always the most frequent ones, random blindly. Ratio to "
+    "by thinning out the MLP matrices' inputs (teal-all and wina: those of attention, too, so that head density "
+    "is a share of its inputs; wina weighs them by their columns), griffin by what the prompt used, static "
+    "always the most frequent ones, random blindly. Ratio to "
     "dense is ours over dense: above 1 is worse for perplexity and better for speed. Recall is the share "
     "of the truly active units that were predicted, precision the share of the predicted units that were "
     "truly active, both pooled over tokens; neither means much without the density beside it, since "
     "predicting everything active has recall 1. MLP bytes read are a share of dense and include what the "
-    "predictor itself reads. Phase says which tokens ran sparsely: decode (the prompt stays dense) or all "
+    "predictor itself reads. Accuracy is acc_norm where a task reports it, else acc or exact match; a task "
+    "whose dense accuracy is less than two standard errors above guessing is marked and left out of the mean. "
+    "Phase says which tokens ran sparsely: decode (the prompt stays dense) or all "
     "(every scored token selects for itself, as it would when decoded)."
 )
 

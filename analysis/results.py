@@ -2,7 +2,7 @@
 
 A record says what was measured (`name`, `metric`, `value`, `unit`), under which conditions (`labels`),
 against what (`baseline`, `ratio`), and where (`environment`). Further top-level keys are allowed and kept:
-`achieved` (densities, sparse calls, bytes read), `quality` (recall and precision), `timing`.
+`stderr` (of the value), `achieved` (densities, sparse calls, bytes read), `quality` (recall and precision), `timing`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def validate_record(record: object) -> None:
         if not isinstance(setting, (str, int, float, bool, type(None))):
             raise ValueError(f"label {label!r} must be a string, a number, a boolean or null, not {setting!r}")
     _require_number("value", record["value"])
-    for key in ("ratio", "share_of_ceiling"):
+    for key in ("ratio", "share_of_ceiling", "stderr"):
         if record.get(key) is not None:
             _require_number(key, record[key])
     baseline = record.get("baseline")

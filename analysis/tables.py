@@ -10,30 +10,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from analysis import decode_table
-from analysis.comparison import QUALITY_NAMES, Comparison, compare, group_by_task, latest_records
+from analysis import accuracy_table, decode_table, equal_bytes
+from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
 from analysis.results import Record
 
 # Where all heads are active throughout, their densities are not worth two columns.
 NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
+CAPTION_LABELS = ("window", "stride", "num_tokens", "batch_size", "dtype", "weights", "seed")
 
 
 def main_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each (model, task, metric): density × method with quality, selection, bytes and speed."""
+    """One table for each model and text of known perplexity: density × method with selection, bytes and speed."""
     tables = []
-    for (model, task, metric), rows in group_by_task(compare(records)).items():
+    scored = [row for row in compare(records) if row.name == "perplexity"]
+    for (model, task, metric), rows in group_by_task(scored).items():
         shown = [
             (heading, cell)
             for heading, cell in _main_columns(metric)
-            if heading in ("MLP density", "method", metric) or not {cell(row) for row in rows} <= NOTHING_TO_SHOW
+            if heading in ("MLP density", "method", metric)
+            or not {cell(row) for row in rows} <= NOTHING_TO_SHOW
+            and (heading != "layer bytes read" or any(row.head_density < 1 for row in rows))
         ]
         tables.append(
             Table(
                 title=f"{model}, {task}",
                 columns=tuple(heading for heading, _ in shown),
                 rows=tuple(tuple(cell(row) for _, cell in shown) for row in rows),
-                caption=_caption([row.labels for row in rows]),
+                caption=shared_settings([row.labels for row in rows], CAPTION_LABELS),
             )
         )
     return tables
@@ -51,6 +55,7 @@ def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
         ("achieved MLP density", lambda row: format_share(row.achieved_mlp_density)),
         ("achieved head density", lambda row: format_share(row.achieved_head_density)),
         ("MLP bytes read", lambda row: format_share(row.bytes_read_share)),
+        ("layer bytes read", lambda row: format_share(row.layer_bytes_read_share)),
         ("tokens/s dense", lambda row: format_number(row.dense_tokens_per_s)),
         (
             "tokens/s sparse",
@@ -60,19 +65,11 @@ def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
     ]
 
 
-def _caption(labels: Sequence[Mapping[str, Any]]) -> str:
-    """The conditions that all rows share and no column shows."""
-    names = ("window", "stride", "num_tokens", "batch_size", "dtype", "weights", "seed")
-    shared = []
-    for name in names:
-        settings = {json.dumps(each[name]) for each in labels if each.get(name) is not None}
-        if len(settings) == 1:
-            shared.append(f"{name.replace('_', ' ')} {json.loads(settings.pop())}")
-    return ", ".join(shared)
-
-
 def record_table(records: Sequence[Record], name: str) -> Table:
-    """All records of one name: a column for each label that varies, the other labels in the caption."""
+    """All records of one name: a column for each label that varies, the other labels in the caption.
+
+    Where several devices were measured, each line says which.
+    """
     chosen = [record for record in latest_records(records) if record["name"] == name]
     if not chosen:
         names = sorted({record["name"] for record in records})
@@ -82,12 +79,17 @@ def record_table(records: Sequence[Record], name: str) -> Table:
         label for label in label_names if len({json.dumps(record["labels"].get(label)) for record in chosen}) > 1
     ]
     constant = [label for label in label_names if label not in varying]
-    columns = [*varying, "metric", "value", "unit", "baseline", "baseline value", "ratio", "share of ceiling"]
+    devices = [device_of(record) for record in chosen]
+    device_column = ("device",) if len(set(devices)) > 1 else ()
+    columns = [*device_column, *varying, "metric", "value"]
+    num_always = len(columns)
+    columns += ["unit", "baseline", "baseline value", "ratio", "share of ceiling"]
     rows = []
-    for record in chosen:
+    for record, device in zip(chosen, devices, strict=True):
         baseline = record.get("baseline") or {}
         rows.append(
             (
+                *(device for _ in device_column),
                 *(format_cell(record["labels"].get(label)) for label in varying),
                 record["metric"],
                 format_number(record["value"]),
@@ -98,12 +100,12 @@ def record_table(records: Sequence[Record], name: str) -> Table:
                 format_share(record.get("share_of_ceiling")),
             )
         )
-    used = [i for i, _ in enumerate(columns) if i <= len(varying) + 1 or any(row[i] != EMPTY_CELL for row in rows)]
+    used = [i for i, _ in enumerate(columns) if i < num_always or any(row[i] != EMPTY_CELL for row in rows)]
     return Table(
         title=name,
         columns=tuple(columns[i] for i in used),
         rows=tuple(tuple(row[i] or EMPTY_CELL for i in used) for row in rows),
-        caption=", ".join(f"{label} {format_cell(chosen[0]['labels'][label])}" for label in constant),
+        caption=", ".join(f"{label} {format_cell(chosen[0]['labels'].get(label))}" for label in constant),
     )
 
 
@@ -159,34 +161,42 @@ def environment_lines(records: Sequence[Record]) -> list[str]:
 
 def snippet_of(record: Record) -> str:
     """Which table a record goes to."""
-    if record["name"] in QUALITY_NAMES:
+    if record["name"] == "perplexity":
         return "main"
     return decode_table.NAME if decode_table.is_one_gpu_decode(record) else record["name"]
 
 
 def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each table, `main` first."""
-    found: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda record: snippet_of(record) != "main"):
+    """The records of each table; first `main`, then accuracy and what is compared at equal bytes."""
+    first = ("main", accuracy_table.NAME, equal_bytes.NAME)
+    found: dict[str, list[Record]] = {name: [] for name in first}
+    for record in records:
         found.setdefault(snippet_of(record), []).append(record)
-    return found
+    found[equal_bytes.NAME] = found["main"]
+    return {name: chosen for name, chosen in found.items() if chosen}
 
 
 def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Tables by snippet name: `main` (all quality tables), `one_gpu_decode`, and one for every other name of record."""
+    """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table a GPU), and
+    one for every other name of record."""
     tables = {}
     for snippet, chosen in records_by_snippet(records).items():
         if snippet == "main":  # with the speeds of the same settings
             tables[snippet] = main_tables(records)
+        elif snippet == accuracy_table.NAME:  # with these and the perplexities
+            tables[snippet] = accuracy_table.accuracy_tables(records)
+        elif snippet == equal_bytes.NAME:
+            tables[snippet] = equal_bytes.equal_bytes_tables(chosen)
         elif snippet == decode_table.NAME:
-            tables[snippet] = [decode_table.decode_table(chosen)]
+            tables[snippet] = decode_table.decode_tables(chosen)
         else:
             tables[snippet] = [record_table(chosen, snippet)]
-    return tables
+    return {snippet: found for snippet, found in tables.items() if found}
 
 
 def section_title(name: str) -> str:
-    return "Quality and speed" if name == "main" else name
+    titles = {"main": "Quality and speed", accuracy_table.NAME: "Accuracy", equal_bytes.NAME: "At equal bytes"}
+    return titles.get(name, name)
 
 
 def summary_markdown(records: Sequence[Record]) -> str:

@@ -1,6 +1,7 @@
 # Sourced by the stages' .sh files. `use_preset NAME STAGE` sets run_dir, checkpoint, train_corpus, test_corpus and
 # max_tokens; `run_python STAGE FLAGS...` prints the Python command and runs it, under torchrun if NUM_GPUS > 1 or
 # NNODES > 1. Then start the same on each of the NNODES hosts, with RDZV_ENDPOINT=HOST:PORT of one of them.
+# `value_of FLAG DEFAULT FLAGS...` says what a flag is given.
 
 preset_names="SmolLM2 Llama-3.2-3B Llama-3.1-8B OPT-125M OPT-6.7B"
 
@@ -49,4 +50,16 @@ run_python() {
     command+=(-m "scripts.$stage" "$@")
     { printf '+' && printf ' %q' "${command[@]}" && printf '\n'; } >&2
     "${command[@]}"
+}
+
+# What a flag was given in a list of flags (--flag VALUE or --flag=VALUE; the last one counts), or the default.
+value_of() {
+    local name="$1" value="$2" previous="" flag
+    shift 2
+    for flag in "$@"; do
+        if [ "$previous" = "$name" ]; then value="$flag"; fi
+        case "$flag" in "$name="*) value="${flag#"$name="}" ;; esac
+        previous="$flag"
+    done
+    printf '%s\n' "$value"
 }

@@ -16,6 +16,9 @@ from analysis.results import read_records
 from analysis.tables import all_tables, environment_lines, summary_markdown, update_readme
 from scripts.command_line import progress, run_stage
 
+# What most people run this for; the other tables are on the page.
+QUALITY_TABLES = ("main", "accuracy", "equal_bytes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SummarizeOptions:
@@ -49,7 +52,8 @@ def main(options: SummarizeOptions) -> None:
         logger.info(f"{options.readme}: rewrote {', '.join(update_readme(options.readme, records))}")
 
     tables = all_tables(records)
-    for table in tables.get("main") or [table for group in tables.values() for table in group]:
+    quality = [table for name in QUALITY_TABLES for table in tables.get(name, ())]
+    for table in quality or [table for group in tables.values() for table in group]:
         print(table.to_text(), end="\n\n")
     for line in environment_lines(records):
         print(f"measured on {line}")

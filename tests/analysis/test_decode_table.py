@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from analysis.decode_table import decode_table, is_one_gpu_decode
+from analysis.decode_table import decode_tables, is_one_gpu_decode
 from analysis.results import Record, append_record, make_record, read_records
 from analysis.tables import all_tables, update_readme
 
@@ -11,7 +11,11 @@ ENVIRONMENT = {"device": "Example GPU", "num_devices": 1, "date": "2026-01-02T03
 
 
 def record(
-    value: float, baseline: tuple[str, float] | None, more: dict[str, Any] | None = None, **labels: Any
+    value: float,
+    baseline: tuple[str, float] | None,
+    more: dict[str, Any] | None = None,
+    stamp: dict[str, Any] | None = None,
+    **labels: Any,
 ) -> Record:
     settings: dict[str, Any] = {
         "shape": "Shape-3B",
@@ -23,8 +27,9 @@ def record(
     settings |= {"dtype": "bfloat16", "batch_size": 1, "execution": "graph", "prompt_tokens": 512} | labels
     against = None if baseline is None else {"name": baseline[0], "value": baseline[1]}
     extras = {"share_of_ceiling": 0.87, "achieved_gb_per_s": 2660.0, **(more or {})}
+    environment = {**ENVIRONMENT, **(stamp or {})}
     return make_record(
-        "decode", settings, "tokens_per_s", value, "tokens/s", baseline=against, environment=ENVIRONMENT, **extras
+        "decode", settings, "tokens_per_s", value, "tokens/s", baseline=against, environment=environment, **extras
     )
 
 
@@ -44,7 +49,8 @@ def records() -> list[Record]:
 
 
 def test_a_setting_is_one_line_with_the_ratio_to_each_baseline() -> None:
-    table = decode_table([each for each in records() if is_one_gpu_decode(each)])
+    (table,) = decode_tables([each for each in records() if is_one_gpu_decode(each)])
+    assert table.title == "decode, one Example GPU"
     assert table.columns == (
         "model", "weights", "method", "batch", "MLP density", "head density", "union", "tokens/s", "GB/s",
         "of the ceiling", "× our dense", "× Hugging Face compiled", "perplexity", "dense perplexity",
@@ -72,6 +78,34 @@ def test_a_setting_is_one_line_with_the_ratio_to_each_baseline() -> None:
         ("Small", "trained", "dense", "1", "1.0", "1.0", "–", "399.0", "2660", "87.0 %", "–", "–", "20.50", "20.50"),
     )
     assert table.caption == "dtype bfloat16, execution graph, prompt tokens 512"
+
+
+def test_each_card_has_a_table_of_its_own() -> None:
+    other = {"device": "Other GPU"}
+    measured = [
+        record(400.0, ("Hugging Face compiled", 200.0)),
+        record(900.0, ("Hugging Face compiled", 300.0), stamp=other),
+        record(690.0, ("our dense", 400.0), method="predictor", mlp_density=0.25),
+    ]
+    first, second = decode_tables(measured)
+    assert (first.title, second.title) == ("decode, one Example GPU", "decode, one Other GPU")
+    assert [row[first.columns.index("tokens/s")] for row in first.rows] == ["400.0", "690.0"]
+    assert [row[second.columns.index("tokens/s")] for row in second.rows] == ["900.0"]
+    assert "× our dense" not in second.columns
+
+
+def test_of_two_timings_on_one_card_the_newer_counts_whole() -> None:
+    later = {"date": "2026-02-03T04:05:06+00:00"}
+    measured = [
+        record(410.0, ("our dense", 205.0), stamp=later),
+        record(400.0, ("our dense", 100.0)),
+        record(400.0, ("Hugging Face compiled", 100.0)),
+    ]
+    for order in (measured, measured[::-1]):
+        (table,) = decode_tables(order)
+        (row,) = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
+        assert (row["tokens/s"], row["× our dense"]) == ("410.0", "2.000×")
+        assert "× Hugging Face compiled" not in row
 
 
 def test_the_readme_has_a_table_for_one_gpu_and_one_for_ranks(tmp_path: Path) -> None:

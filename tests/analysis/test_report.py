@@ -78,4 +78,4 @@ def test_the_report_is_self_contained_and_escaped(sample_records: Records) -> No
     assert 'name="viewport"' in page
     assert "density is the share of units that are active" in page
     assert "Example CPU &lt;1&gt;" in page
-    assert page.count("<tr>") == 1 + 19 + 1 + 6 + 1 + 4
+    assert page.count("<tr>") == (1 + 19) + (1 + 9) + (1 + 6) + (1 + 4)

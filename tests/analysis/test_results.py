@@ -98,6 +98,7 @@ def test_processes_may_append_to_one_file_at_once(tmp_path: Path) -> None:
         ({"baseline": 30.0}, "'baseline' must be null or have"),
         ({"baseline": {"name": "dense", "value": None}}, "'baseline value' must be a number"),
         ({"ratio": "2x"}, "'ratio' must be a number"),
+        ({"stderr": "N/A"}, "'stderr' must be a number"),
         ({"quality": [1]}, "'quality' must be an object"),
         ({"environment": None}, "'environment' must be an object"),
     ],

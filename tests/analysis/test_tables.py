@@ -68,11 +68,12 @@ def test_rows_that_differ_only_in_a_hidden_label_say_so(sample_records: Records)
     assert len(compare([*sample_records, again])) == len(compare(sample_records)) + 1
 
 
-def test_each_model_and_task_has_its_own_table(sample_records: Records) -> None:
-    accuracy = make_record("accuracy", {"model": "m", "task": "arc_easy", "method": "dense"}, "acc", 0.6, "")
-    assert [table.title for table in main_tables([*sample_records, accuracy])] == [
+def test_each_model_and_text_has_its_own_table(sample_records: Records) -> None:
+    labels = {"model": "m", "task": "perplexity:c4", "method": "dense"}
+    other = make_record("perplexity", labels, "perplexity", 12.0, "")
+    assert [table.title for table in main_tables([*sample_records, other])] == [
         "Tiny|<b>model</b>, wikitext:test",
-        "m, arc_easy",
+        "m, perplexity:c4",
     ]
 
 
@@ -81,6 +82,24 @@ def test_a_measurement_repeated_counts_once_with_its_last_value(sample_records: 
     kept = latest_records([*sample_records, again])
     assert len(kept) == len(sample_records)
     assert kept[-1]["value"] == 21.0
+
+
+def test_the_newest_counts_whatever_order_files_are_read_in(sample_records: Records) -> None:
+    stamp = sample_records[0]["environment"]
+    newer = {**sample_records[0], "value": 21.0, "environment": {**stamp, "date": "2026-03-01T00:00:00+00:00"}}
+    for order in ([sample_records[0], newer], [newer, sample_records[0]]):
+        assert latest_records(order) == [newer]
+
+
+def test_speeds_of_two_devices_are_two_measurements_and_perplexities_one(sample_records: Records) -> None:
+    speed = next(record for record in sample_records if record["name"] == "decode")
+    for record, num_kept in ((speed, 2), (sample_records[0], 1)):
+        elsewhere = {**record, "environment": {**record["environment"], "cpu": "Another CPU"}}
+        assert len(latest_records([record, elsewhere])) == num_kept
+    elsewhere = {**speed, "environment": {**speed["environment"], "cpu": "Another CPU"}}
+    table = record_table([speed, elsewhere], "decode")
+    assert table.columns[0] == "device"
+    assert [row[0] for row in table.rows] == ["Example CPU <1>", "Another CPU"]
 
 
 def test_a_record_table_has_a_column_for_what_varies_only(sample_records: Records) -> None:

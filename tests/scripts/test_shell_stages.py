@@ -1,6 +1,7 @@
-"""The shell files of the stages: presets, what they print, and torchrun where there are several GPUs."""
+"""The shell files of the stages: presets, what they print, torchrun where there are several GPUs, and the sweep."""
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -36,3 +37,84 @@ def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Pat
     assert done.stdout.endswith(" --seed 7 8\n") and done.stderr.endswith("--seed 7\\ 8\n")
     distributed = run_shell_stage(tmp_path, stage, "SmolLM2", NUM_GPUS="4")
     assert distributed.stdout.startswith(f"-m torch.distributed.run --standalone --nproc-per-node 4 -m scripts.{stage}")
+
+
+# Stands in for Python: notes its arguments, and as evaluate adds a line to --output unless it is told to fail.
+STUB = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>calls
+case "$*" in *scripts.evaluate*) ;; *) exit 0 ;; esac
+previous=""
+for flag in "$@"; do
+    if [ "$previous" = --output ]; then output="$flag"; fi
+    previous="$flag"
+done
+if [ -n "${WRITES-yes}" ]; then echo record >>"$output"; fi
+exit "${FAILS:-0}"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Shell files beside a checkpoint of SmolLM2, and `stub` for Python."""
+    checkpoint = tmp_path / "outputs/smollm2/checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    (tmp_path / "stub").write_text(STUB)
+    (tmp_path / "stub").chmod(0o755)
+    return tmp_path
+
+
+def sweep(checkout: Path, *flags: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """`evaluate.sh SmolLM2 --sweep`, and the Python commands that it ran."""
+    (checkout / "calls").unlink(missing_ok=True)
+    variables = {"PYTHON": str(checkout / "stub"), **variables}
+    done = run_shell_stage(checkout, "evaluate", "SmolLM2", "--sweep", *flags, **variables)
+    return done, (checkout / "calls").read_text().splitlines()
+
+
+def test_a_sweep_is_one_evaluation_into_one_file_and_its_report(checkout: Path) -> None:
+    done, (evaluate, summarize) = sweep(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "--sweep" not in evaluate
+    for flags in (
+        "--method dense oracle predictor cats teal wina griffin static random --mlp-density 0.7 0.5 0.3",
+        "--tasks perplexity,zero-shot,arithmetic_words --resume",
+        "--corpus self",
+        "--max-tokens 24576",
+        "--output outputs/smollm2/sweep.jsonl",
+    ):
+        assert f" {flags}" in evaluate
+    report = "--results outputs/smollm2/sweep.jsonl --output-dir outputs/smollm2/sweep"
+    assert summarize == f"-m scripts.summarize {report}"
+    printed = [shlex.split(line)[2:] for line in done.stderr.splitlines() if line.startswith("+ ")]
+    assert printed == [evaluate.split(), summarize.split()]
+
+
+def test_flags_after_sweep_replace_its_own(checkout: Path) -> None:
+    own = ["--method", "cats", "--output", "elsewhere.jsonl", "--corpus=wikitext", "--tasks", "arc easy"]
+    _, (evaluate, summarize) = sweep(checkout, *own)
+    assert evaluate.endswith(" --method cats --output elsewhere.jsonl --corpus=wikitext --tasks arc easy")
+    assert "--max-tokens" not in evaluate  # WikiText has an end
+    assert summarize == "-m scripts.summarize --results elsewhere.jsonl --output-dir elsewhere"
+
+
+def test_an_interrupted_sweep_keeps_its_records_and_goes_on(checkout: Path) -> None:
+    results = checkout / "outputs/smollm2/sweep.jsonl"
+    failed, calls = sweep(checkout, FAILS="3")
+    assert failed.returncode == 3 and len(calls) == 1  # no report of half a sweep
+    assert results.read_text() == "record\n"
+    done, (evaluate, _) = sweep(checkout)
+    assert done.returncode == 0 and " --resume " in evaluate
+    assert results.read_text() == "record\nrecord\n"
+
+
+def test_ranks_share_the_evaluation_and_one_process_reports(checkout: Path) -> None:
+    _, (evaluate, summarize) = sweep(checkout, NUM_GPUS="4")
+    assert evaluate.startswith("-m torch.distributed.run --standalone --nproc-per-node 4 -m scripts.evaluate")
+    assert summarize.startswith("-m scripts.summarize")
+
+
+def test_a_host_without_the_records_makes_no_report(checkout: Path) -> None:
+    done, calls = sweep(checkout, WRITES="", NNODES="2", RDZV_ENDPOINT="host:1")
+    assert done.returncode == 0 and len(calls) == 1
+    assert "outputs/smollm2/sweep.jsonl: no records on this host, so no report" in done.stderr

@@ -1,0 +1,154 @@
+"""Where the predictor stands at equal bytes is read off the records; numbers are made up and checked by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.comparison import compare
+from analysis.equal_bytes import Stretch, curves_of, equal_bytes_tables, statement, stretches
+from analysis.method_styles import series_label
+from analysis.plots import HIGHEST_RATIO, plot_against_bytes, plot_against_layer_bytes, ratio_points
+from analysis.results import Record, make_record
+from analysis.tables import update_readme
+
+ENVIRONMENT = {"device": "Example GPU", "date": "2026-01-02T03:04:05+00:00"}
+# ln(ratio) at bytes b: predictor 0.95 - b, teal 2.15 - 3 b, cats 0.4 throughout.
+MEASURED = {"predictor": (0.35, 0.75), "teal": (0.3, 0.7), "cats": (0.5, 0.8), "oracle": (0.3, 0.5), "random": (0.3,)}
+LOGARITHMS = {
+    "predictor": lambda share: 0.95 - share,
+    "teal": lambda share: 2.15 - 3 * share,
+    "cats": lambda share: 0.4,
+    "oracle": lambda share: 0.01,
+    "random": lambda share: 9.0,
+}
+
+
+def record(method: str, share: float | None, logarithm: float, **labels: Any) -> Record:
+    """A perplexity of 10 for dense, and of 10 exp(logarithm) at so many bytes."""
+    settings = {"model": "Small", "task": "perplexity:text", "phase": "all", "head_density": 1.0, "method": method}
+    settings |= {"mlp_density": 1.0 if share is None else share} | labels
+    more: dict[str, Any] = {}
+    if share is not None:
+        more = {"baseline": {"name": "dense", "value": 10.0}, "achieved": {"bytes_read_share": share}}
+    value = 10 * math.exp(logarithm)
+    return make_record("perplexity", settings, "perplexity", value, "", environment=ENVIRONMENT, **more)
+
+
+def records(*methods: str) -> list[Record]:
+    chosen = methods or tuple(MEASURED)
+    sparse = [record(method, share, LOGARITHMS[method](share)) for method in chosen for share in MEASURED[method]]
+    return [record("dense", None, 0.0), *sparse]
+
+
+def test_the_range_is_cut_exactly_where_methods_cross() -> None:
+    found = stretches(curves_of(compare(records())))
+    # 0.95 - b = 0.4 at 0.55; 0.95 - b = 2.15 - 3 b at 0.6.
+    expected = [
+        Stretch(0.3, 0.35, None), Stretch(0.35, 0.5, ()), Stretch(0.5, 0.55, ("cats",)), Stretch(0.55, 0.6, ()),
+        Stretch(0.6, 0.7, ("teal",)),
+    ]  # fmt: skip
+    assert [stretch.ahead for stretch in found] == [stretch.ahead for stretch in expected]
+    for stretch, wanted in zip(found, expected, strict=True):
+        # Within the tolerance for what rounding of the number kept does to bytes.
+        assert (stretch.low, stretch.high) == pytest.approx((wanted.low, wanted.high), abs=6e-4)
+
+
+def test_the_statement_names_who_is_ahead_and_what_is_not_known() -> None:
+    assert statement(curves_of(compare(records()))) == (
+        "Between 30 % and 70 % of the dense MLP bytes the predictor's perplexity is at or below that of every other "
+        "method measured there from 35 % to 50 % and from 55 % to 60 %; cats is ahead of it from 50 % to 55 %; "
+        "teal is ahead of it from 60 % to 70 %; the predictor was not measured from 30 % to 35 %. "
+        "Not measured: cats below 50 %, random above 30 %. "
+        "Interpolated on a logarithmic scale; oracle, a bound, is left out."
+    )
+
+
+def test_the_statement_changes_with_the_records() -> None:
+    behind = [record("predictor", share, 3.0) for share in (0.3, 0.7)]
+    text = statement(curves_of(compare([*records("teal"), *behind])))
+    assert "measured there nowhere; teal is ahead of it from 30 % to 70 %." in text
+    ahead = [record("predictor", share, 0.01) for share in (0.3, 0.7)]
+    text = statement(curves_of(compare([*records("teal"), *ahead])))
+    assert "measured there from 30 % to 70 %. Interpolated" in text
+
+
+def test_the_table_interpolates_logarithms_between_points_only() -> None:
+    (table,) = equal_bytes_tables(records())
+    assert table.columns == ("MLP bytes read", "predictor", "cats", "teal", "random")
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert list(rows) == ["30 %", "35 %", "40 %", "45 %", "50 %", "55 %", "60 %", "65 %", "70 %"]
+    # exp(0.95 - 0.4) = 1.733, exp(2.15 - 1.2) = 2.586.
+    assert rows["40 %"] == ("1.733×", "–", "2.586×", "–")
+    assert rows["30 %"] == ("–", "–", "3.490×", "8103×")
+
+
+def test_a_recipe_that_another_beats_everywhere_does_not_stand_for_the_method() -> None:
+    worse = [record("predictor", share, 2.0, recipe="old") for share in (0.3, 0.6)]
+    other = [record("predictor", share, value, recipe="other") for share, value in ((0.35, 0.2), (0.75, 0.9))]
+    curves = curves_of(compare([*records("predictor", "teal"), *worse, *other]))
+    assert [curve.method for curve in curves] == ["predictor", "predictor", "teal"]
+    assert stretches(curves)[0].ahead is None
+    rival = [record("teal", share, 3.0, recipe="old") for share in (0.2, 0.7)]
+    assert len(curves_of(compare([*records("predictor", "teal"), *rival]))) == 3
+
+
+def test_budgets_that_differ_in_their_number_are_one_line() -> None:
+    budgets = [record("predictor", share, 0.5, density_budget=f"greedy_{share}") for share in (0.3, 0.5)]
+    rows = compare([*records("predictor"), *budgets])
+    budgeted = [row for row in rows if row.labels.get("density_budget")]
+    assert [row.variant for row in budgeted] == [f"predictor, density_budget greedy_{share}" for share in (0.5, 0.3)]
+    assert {row.series for row in budgeted} == {"predictor, density_budget greedy"}
+    assert len(curves_of(rows)) == 2
+
+
+def test_there_is_no_table_without_a_rival() -> None:
+    assert equal_bytes_tables(records("predictor", "oracle")) == []
+    assert equal_bytes_tables(records("teal", "cats")) == []
+    heads = [record("teal", 0.4, 0.1, head_density=0.5), record("cats", 0.4, 0.1, phase="decode")]
+    assert equal_bytes_tables([*records("predictor"), *heads]) == []
+
+
+def test_methods_that_thin_out_attention_are_compared_at_the_bytes_of_layers() -> None:
+    rows = []
+    for method, values in (("predictor", (0.4, 0.2)), ("wina", (0.3, 0.3)), ("teal", (0.9, 0.8))):
+        for share, value in zip((0.4, 0.6), values, strict=True):
+            head_density = share if method == "wina" else 1.0
+            found = record(method, share, value, head_density=head_density)
+            rows.append({**found, "achieved": {**found["achieved"], "layer_bytes_share": share + 0.05}})
+    mlp, layer = equal_bytes_tables([record("dense", None, 0.0), *rows])
+    assert mlp.columns == ("MLP bytes read", "predictor", "teal")
+    assert layer.columns == ("layer bytes read", "predictor", "teal", "wina")
+    assert "of the dense layer bytes the predictor's perplexity" in layer.caption
+    # 0.4 falls to 0.2 between 45 and 65 % of the bytes, and wina stays at 0.3.
+    assert "there from 55 % to 65 %; wina is ahead of it from 45 % to 55 %" in layer.caption
+    (line,) = (line for line in compare(rows) if (line.method, line.mlp_density) == ("wina", 0.4))
+    assert series_label(line) == "wina"
+    figure = plot_against_layer_bytes(compare(rows))
+    assert figure is not None and "bytes read of attention and MLPs" in figure.axes[0].get_xlabel()
+    assert plot_against_layer_bytes(compare(records())) is None
+
+
+def test_the_plot_holds_the_measured_points_and_dense_as_a_line() -> None:
+    rows = compare(records())
+    points = {
+        (point.setting.method, point.x): point.y for point in ratio_points(rows, lambda row: row.bytes_read_share)
+    }
+    assert points[("teal", 0.7)] == pytest.approx(math.exp(0.05)) and len(points) == 9
+    figure = plot_against_bytes(rows)
+    assert figure is not None
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "log" and axes.get_ylim()[1] == HIGHEST_RATIO
+    assert "random to 8,103×" in axes.get_title(loc="left")
+    assert "predictor, gate and stand-in included" in axes.get_xlabel()
+    assert any(list(line.get_ydata()) == [1.0, 1.0] for line in axes.lines)
+
+
+def test_the_readme_gets_the_statement(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table:equal_bytes -->\n<!-- /table:equal_bytes -->\n")
+    assert update_readme(readme, records()) == ["equal_bytes"]
+    assert "teal is ahead of it from 60 % to 70 %" in readme.read_text()
