@@ -15,7 +15,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.project_heads import project_heads
 from modules.kernels.qkv_projection import project_qkv
 from modules.positions import apply_rotary
-from modules.projections import OutputProjection
+from modules.projections import OutputProjection, ThinnedInput
 from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, UnitShard
 
 
@@ -137,6 +137,27 @@ class Attention(nn.Module):
             heads = heads.unflatten(2, (-1, self.queries_per_group))
             heads = heads.masked_fill(~mask[:, groups].view(mask.shape[0], 1, -1, 1, 1), 0).flatten(2, 3)
         return torch.matmul(heads.flatten(2), self.o_proj.weight[channels])
+
+    def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
+        """Those of the four projections whose inputs are thinned out, and the weights an entry stands for (of what this
+        rank counts)."""
+        groups = self.num_units if self.units is None else self.units.num_counted
+        found: list[tuple[ThinnedInput, int]] = []
+        for part, width in (
+            (self.q_proj, self.num_real_channels),
+            (self.k_proj, groups * self.head_dim),
+            (self.v_proj, groups * self.head_dim),
+            (self.o_proj, self.o_proj.weight.shape[1]),
+        ):
+            if isinstance(part, ThinnedInput):
+                found.append((part, width))
+        return found
+
+    @property
+    def num_real_channels(self) -> int:
+        """Channels of the query heads that are here, without padding, which comes last."""
+        first, last = self.query_heads or (0, self.num_units * self.queries_per_group)
+        return (last - first) * self.head_dim
 
     def _split(self, states: Tensor) -> Tensor:
         """[B, T, heads * H] -> [B, heads, T, H]."""

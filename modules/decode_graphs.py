@@ -34,7 +34,7 @@ from modules.sampling import SamplingParams, greedy, sample_on_device, stream_of
 from modules.scoring import chosen_logprobs
 from modules.step_counts import StepCounts
 from modules.step_message import HostCopy, stacked
-from modules.thinned_step import thinned_in_step
+from modules.thinned_step import follows_thinning, thinned_in_step
 
 # The rows of a graph's inputs, int64 [8, B]; options of sampling lie there as they are, float64 bit by bit. A row's
 # length and step grow by `_GROWTH` with every token: 1, and 0 for a row that only pads the size.
@@ -119,10 +119,10 @@ class StepAhead:
 
 def can_capture(model: Decoder) -> bool:
     """Whether decode steps can be CUDA graphs: on a GPU, dense models, and sparse ones whose steps are fused kernels,
-    which follow a choice without the host's help."""
+    which follow every choice without the host's help."""
     if model.device.type != "cuda":
         return False
-    return not model.is_sparse or can_fuse(model)
+    return not model.is_sparse or (can_fuse(model) and follows_thinning(model))
 
 
 def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) -> tuple[Callable[[], None], StepOutputs]:

@@ -55,6 +55,7 @@ class ForwardPass:
             phase=self.phase,
             positions=self.positions,
             valid=self.valid,
+            cache=self.cache,
             earlier_inputs=kept,
             dense_output=dense_output,
             units=units,
@@ -68,6 +69,7 @@ class ForwardPass:
             phase=self.phase,
             positions=self.positions,
             valid=self.valid,
+            cache=self.cache,
             earlier_inputs={},
             dense_output=dense_output,
         )

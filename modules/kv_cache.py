@@ -3,7 +3,7 @@
 Legend: B rows of a forward pass, G key-value heads, T tokens, S positions, H head_dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ class KVCache:
     `cache_seqlens[b] + t`; `advance` then moves the lengths by the row's *real* tokens, so what right padding
     wrote lies beyond the length and is overwritten by the row's next token.
 
-    `first_rows` and `fresh_rows` are views for passes that concern some rows only.
+    `first_rows` and `fresh_rows` are views for passes that concern some rows only. `row_states` is what selectors keep
+    of each row, by a key of their own; views share it, and it moves with the row.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rows = torch.arange(batch_size, device=device)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        self.row_states: dict[Hashable, Tensor] = {}  # [all rows, ...] each
         self.longest = 0  # host copy of the largest length: how far attention has to look
         self.is_fresh = False  # the rows of this view are empty: attention needs only what the pass itself writes
         self.has_static_shapes = False  # attention always looks at all positions: what a CUDA graph needs
@@ -96,10 +98,23 @@ class KVCache:
         view.is_fresh, view.has_static_shapes = True, False
         return view
 
+    def keep(self, key: Hashable, states: Tensor) -> None:
+        """Keep `states` [B, ...] of the rows of this pass, in the same memory each time."""
+        if key not in self.row_states:
+            self.row_states[key] = states.new_zeros(self.keys.shape[1], *states.shape[1:])
+        self.row_states[key][self.rows] = states
+
+    def kept(self, key: Hashable) -> Tensor | None:
+        """What was kept of the rows of this pass, [B, ...]; None before the first `keep`."""
+        found = self.row_states.get(key)
+        return None if found is None else found[self.rows]
+
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of a row over another."""
+        """Copy the first `length` positions of a row over another, and what selectors keep of it."""
         for states in (self.keys, self.values):
             states[:, target, :, :length] = states[:, source, :, :length]
+        for states in self.row_states.values():
+            states[target] = states[source]
 
     def _view(self) -> "KVCache":
         view = KVCache.__new__(KVCache)

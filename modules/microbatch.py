@@ -12,12 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from modules.decode_graphs import DecodeGraphs, StepInputs, StepResult
 from modules.decoder import Decoder
+from modules.projections import weights_read
 from modules.requests import RunningRequest
 from modules.sampling import NonFiniteLogitsError, sample
 from modules.scoring import chosen_logprobs, logprobs_at, pad_right
@@ -109,11 +111,12 @@ class Microbatch:
         else:
             logits = self._decode()
         if self.counts_units and stats is not None:
-            layers = self.model.layers if self.model.sparsity_hook is not None else ()  # only what TEAL has thinned out
-            thinned = [self.model.mlp(layer_idx).weights_read() for layer_idx in layers]
             found = {**stats.row_counts}
-            if read := [rows for rows in thinned if rows is not None]:
-                found["mlp"] = torch.stack(read).sum(0)
+            layers = self.model.layers if self.model.sparsity_hook is not None else ()  # where inputs are thinned out
+            for block in BLOCKS:
+                parts = [self.model.half_block(layer_idx, block).block.thinned_parts() for layer_idx in layers]
+                if (read := weights_read(list(chain(*parts)))) is not None:
+                    found[block] = read
             self._counts[turn.phase][..., turn.rows] += torch.stack([found[block] for block in BLOCKS])
             stats.row_counts = {}
         if result is not None:

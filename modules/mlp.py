@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, D hidden, F intermediate, A active neurons.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -92,23 +90,6 @@ class Mlp(nn.Module):
             output = output + active.compensation
         return output[:, None]
 
-    def thinned_counts(self) -> list[tuple[int, int]]:
-        """Inputs (used, seen) of the gate, up and down projections; (1, 1) for one not thinned, (0, 0) for
-        none. Sums over ranks are counts again."""
-        return [
-            (int(part.kept), int(part.seen)) if isinstance(part, ThinnedInput) else (int(part is not None),) * 2
-            for part in (self.gate_proj, self.up_proj, self.down_proj)
-        ]
-
-    def weights_read(self) -> Tensor | None:
-        """int64 [2, B]: weights read, and all there are, for each batch row of the last call, where inputs are thinned
-        out (TEAL); None elsewhere. Sums over ranks are counts again."""
-        total: Tensor | None = None
-        for part, width in self.thinned_parts():
-            if part.last_rows is not None:
-                total = part.last_rows * width if total is None else total + part.last_rows * width
-        return total
-
     def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
         """Those of gate, up and down projection whose inputs are thinned out, and the weights an entry stands for."""
         num_neurons = self.num_units if self.units is None else self.units.num_counted
@@ -154,12 +135,6 @@ class Mlp(nn.Module):
             up_bias=self.up_proj.bias,
         )
         return output.view_as(hidden_states)
-
-
-def mean_share(counts: Iterable[tuple[int, int]]) -> float:
-    """Mean of used / seen over those that saw anything; 1.0 if none did."""
-    shares = [used / seen for used, seen in counts if seen]
-    return sum(shares) / len(shares) if shares else 1.0
 
 
 def unit_norms(mlp: Mlp) -> Tensor:

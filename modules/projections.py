@@ -1,5 +1,7 @@
 """The matmuls of a block. Output projections are held unit-major, so that an active unit is one contiguous row."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -54,17 +56,25 @@ class ThinnedInput(nn.Module):
 
     Wraps a matmul from outside; the matmul itself stays as it was. `kept` of `seen` entries were used, over rows that
     are no padding and inputs that are `counted` (bool [in_features]; None: all). `last_rows` [2, B] are those numbers
-    of the last call alone, for each batch row; None where it was not thinned out.
+    of the last call alone, for each batch row; None where it was not thinned out. With `input_norms` [in_features] an
+    entry counts as large by its magnitude times this (WINA).
 
     In a decode step that may be a graph (see thinned_in_step) nothing is counted, but `kept_in_step` [B] left behind.
     `input_major` [M, in, out]: the weights that kernels read, of all M matrices which have this input; None without.
     """
 
-    def __init__(self, projection: nn.Module, threshold: float, counted: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        projection: nn.Module,
+        threshold: float,
+        counted: Tensor | None = None,
+        input_norms: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.projection = projection
         self.threshold = threshold
         self.counted = counted
+        self.input_norms = input_norms
         width = self.weight.shape[1] if isinstance(projection, nn.Linear) else self.weight.shape[0]
         self.num_counted = width if counted is None else int(counted.sum())
         self.enabled = True
@@ -91,7 +101,7 @@ class ThinnedInput(nn.Module):
         if not self.enabled:
             self.last_rows = None
             return self.projection(states)
-        mask = kept_entries(states, self.threshold)
+        mask = kept_entries(states if self.input_norms is None else states * self.input_norms, self.threshold)
         kept = mask if self.counted is None else mask & self.counted
         kept = kept if self.valid is None else kept & self.valid[..., None]
         if self.in_step:
@@ -102,3 +112,13 @@ class ThinnedInput(nn.Module):
             self.kept.add(self.last_rows[0].sum())
             self.seen.add(self.last_rows[1].sum())
         return self.projection(states.masked_fill(~mask, 0))
+
+
+def weights_read(parts: Sequence[tuple[ThinnedInput, int]]) -> Tensor | None:
+    """int64 [2, B]: weights read, and all there are, for each batch row of the last call of a block whose thinned
+    inputs and weights an entry are given; None if it was not thinned out. Sums over ranks are counts again."""
+    total: Tensor | None = None
+    for part, width in parts:
+        if part.last_rows is not None:
+            total = part.last_rows * width if total is None else total + part.last_rows * width
+    return total

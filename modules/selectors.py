@@ -1,4 +1,4 @@
-"""Selectors that need neither calibration nor training: oracle, static, random.
+"""Selectors that need neither calibration nor training: oracle, random, and what a prompt or a list of units says.
 
 The learned predictor and CATS live in `sparse_predictor/selectors.py`.
 """
@@ -18,8 +18,10 @@ MAX_DRAWS = {"cpu": 1 << 18, "cuda": 1 << 24}
 class OracleSelector:
     """Top units by what they really contribute: |a_j| * ||down_j|| for neurons, output norm for head groups.
 
-    It computes the dense block first, so it bounds accuracy and saves nothing. ReLU neurons that are exactly
-    zero may be kept to fill the count; keeping them changes no output.
+    The bound that Deja Vu (Liu et al. 2023, section 3.1) calls contextual sparsity: their sets too are read off a dense
+    pass, by magnitude. Here neurons are weighted by what they write, and the count is fixed. It computes the dense
+    block first, so it bounds accuracy and saves nothing. ReLU neurons that are exactly zero may be kept to fill the
+    count; keeping them changes no output.
     """
 
     lookahead = 0
@@ -47,7 +49,11 @@ def contribution(dense_output: Tensor, unit_norms: Tensor | None, units: UnitSha
 
 
 class StaticSelector:
-    """The same units for every token (those most often active on calibration text): `mask` bool, over all units."""
+    """The same units for every token (those most often active on calibration text): `mask` bool, over all units.
+
+    Static sparsity by calibration, what Deja Vu (Liu et al. 2023, section 1 and figure 1) sets contextual sparsity
+    against; pruning by how often a unit is active as in Hu et al. 2016 (Network Trimming, section 3), not retrained.
+    """
 
     lookahead = 0
 
@@ -70,8 +76,9 @@ class StaticSelector:
 
 
 class RandomSelector:
-    """`count` random units for each token, a baseline. The draw depends on (seed, layer, block, position) alone, not on
-    batching, order, device or cut; so tokens at the same position of two requests get the same units."""
+    """`count` random units for each token: nobody's method, but what a method must beat to know anything. The draw
+    depends on (seed, layer, block, position) alone, not on batching, order, device or cut; so tokens at the same
+    position of two requests get the same units."""
 
     lookahead = 0
 
@@ -89,3 +96,50 @@ class RandomSelector:
             draws = stream_element(stream_element(key, positions)[:, None], unit_indices)
             masks.append(ActiveSet.from_scores(draws, self.count, context.units).mask)
         return ActiveSet(torch.cat(masks))
+
+
+class PromptSelector:
+    """GRIFFIN (Dong, Chen and Chi 2024, Prompt-prompted Adaptive Structured Pruning, section 4): the neurons that are
+    large over a prompt serve all that is decoded after it.
+
+    A neuron's statistic is the L2 norm, over the prompt's tokens, of its share of each token's activations (which are
+    scaled to unit norm first); the top `count` of each row are kept. The prompt itself stays dense, as in the paper.
+
+    Differs: `scores_text` (sparse phases `all`) also gives a rule for text that is scored in one pass, without a cache.
+    There the first half of a row's tokens (at least one) counts as the prompt and stays dense, whatever of it is
+    scored, and the second half runs on its neurons; so the achieved density is about (1 + density) / 2, and says so.
+    What a row keeps moves with it in the cache. Statistics are made anew by every prompt.
+    """
+
+    lookahead = 0
+
+    def __init__(self, density: float, num_units: int, *, scores_text: bool) -> None:
+        self.count = num_kept(density, num_units)
+        self.scores_text = scores_text
+
+    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
+        cache, (batch, tokens) = context.cache, hidden_states.shape[:2]
+        key = "prompt", context.layer_idx, context.block
+        if context.phase == "decode":
+            chosen = None if cache is None else cache.kept(key)
+            return None if chosen is None else ActiveSet(chosen.repeat_interleave(tokens, 0))
+        if cache is None and not self.scores_text:
+            return None
+        is_prompt = hidden_states.new_ones(batch, tokens, dtype=torch.bool) if context.valid is None else context.valid
+        if cache is None:
+            half = (is_prompt.sum(-1, keepdim=True) // 2).clamp(min=1)
+            is_prompt = torch.arange(tokens, device=half.device) < half
+        chosen = self.neurons_of(context, is_prompt)
+        if cache is not None:
+            cache.keep(key, chosen)
+            return None
+        everything = is_prompt[..., None] if context.units is None else is_prompt[..., None] & context.units.real
+        return ActiveSet((chosen[:, None] | everything).flatten(0, 1))
+
+    def neurons_of(self, context: SelectionContext, is_prompt: Tensor) -> Tensor:
+        """The neurons that stand for the tokens `is_prompt` [B, T] of each row: bool [B, U]."""
+        sizes = contribution(context.dense_output(), None, context.units).unflatten(0, is_prompt.shape)
+        sizes = sizes.to(torch.promote_types(sizes.dtype, torch.float32))
+        shares = sizes / sizes.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        statistic = shares.masked_fill(~is_prompt[..., None], 0).norm(dim=1)
+        return ActiveSet.from_scores(statistic, self.count, context.units).mask

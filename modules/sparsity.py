@@ -1,8 +1,7 @@
 """Seam 1: which units (MLP neurons, key-value groups of heads) a token computes.
 
-A `Selector` sits in every MLP and attention block. `None` means dense. It answers with an `ActiveSet`; the block
-then really skips the other units (few rows: gathered weight rows) or masks them (many rows), same set either way.
-
+A `Selector` in every MLP and attention block (None: dense) answers with an `ActiveSet`; the block then really skips
+the other units (few rows: gathered weight rows) or masks them (many rows), same set either way.
 Legend: B batch, T tokens, rows = B * T, U units, D hidden.
 """
 
@@ -13,6 +12,8 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from modules.kv_cache import KVCache
 
 Block = Literal["mlp", "attention"]
 Phase = Literal["prefill", "decode"]
@@ -148,10 +149,10 @@ class SelectionContext:
     """What a selector may look at besides its block's own input.
 
     `earlier_inputs[i]`: the normed input [B, T, D] of the same kind of block in layer i, for look-ahead.
-    `dense_output()`: what the dense block computes before its output projection: activations [B, T, F] (MLP) or
-    head outputs by group [B, T, G, R, H] (attention). Only oracles and baselines that need it pay for it.
-    `positions` int64 [B, T] of the tokens, `valid` bool [B, T] (False: padding) or None. `units`: which units are here,
-    where a rank computes a part of them; a selector answers for these.
+    `dense_output()`: what the dense block computes before its output projection: activations [B, T, F] (MLP) or head
+    outputs by group [B, T, G, R, H] (attention). `positions` int64 [B, T] of the tokens, `valid` bool [B, T] (False:
+    padding) or None. `units`: which units are here, where a rank computes a part of them; a selector answers for these.
+    `cache` also keeps what a selector notes of its rows.
     """
 
     layer_idx: int
@@ -160,6 +161,7 @@ class SelectionContext:
     positions: Tensor
     valid: Tensor | None
     units: UnitShard | None = None
+    cache: KVCache | None = None
     earlier_inputs: Mapping[int, Tensor]
     dense_output: Callable[[], Tensor]
 
@@ -172,7 +174,6 @@ class Selector(Protocol):
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         """hidden_states [B, T, D], the block's normed input -> active set over B * T rows, or None for dense."""
-        ...
 
 
 class Count:
@@ -195,10 +196,8 @@ class Count:
 
 @dataclass
 class BlockStats:
-    """What one block did: units computed, and units there were, over all real tokens.
-
-    `executions` counts calls: dense, gather (units skipped), mask. `is_first`: they count in the sum over ranks.
-    """
+    """What one block did: units computed, and units there were, over all real tokens. `executions` counts calls: dense,
+    gather (units skipped), mask. `is_first`: they count in the sum over ranks."""
 
     active: Count = field(default_factory=Count)
     total: Count = field(default_factory=Count)

@@ -16,6 +16,7 @@ from torch import Tensor
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.thinned_rows import Activations, thinned_rows
 from modules.projections import ThinnedInput
+from modules.sparsity import BLOCKS
 
 if TYPE_CHECKING:
     from modules.decoder import Decoder
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 def thinned_in_step(model: Decoder) -> Iterator[list[tuple[ThinnedInput, int]]]:
     """While it lasts, a decode step is run without `Decoder.forward`: inputs are thinned out, every token is real, and
     numbers of entries kept are left at `kept_in_step` instead of being counted. Yields what is thinned out
-    (`Mlp.thinned_parts`)."""
-    parts = [part for layer_idx in model.layers for part in model.mlp(layer_idx).thinned_parts()]
+    (`thinned_parts`)."""
+    parts = thinned_parts(model)
     for part, _ in parts:
         part.enabled, part.in_step, part.valid = True, True, None
     try:
@@ -36,6 +37,19 @@ def thinned_in_step(model: Decoder) -> Iterator[list[tuple[ThinnedInput, int]]]:
     finally:
         for part, _ in parts:
             part.in_step, part.kept_in_step = False, None
+
+
+def thinned_parts(model: Decoder) -> list[tuple[ThinnedInput, int]]:
+    """All projections that are here whose inputs are thinned out, and the weights an entry stands for."""
+    blocks = [model.half_block(layer, block).block for layer in model.layers for block in BLOCKS]
+    return [part for block in blocks for part in block.thinned_parts()]
+
+
+def follows_thinning(model: Decoder) -> bool:
+    """Whether fused decode steps, and so graphs of sparse ones, compute and count what is thinned out here: where only
+    MLPs are, by magnitude alone. Elsewhere decoding takes the plain path."""
+    by_magnitude = all(part.input_norms is None for part, _ in thinned_parts(model))
+    return by_magnitude and not any(model.attention(layer).thinned_parts() for layer in model.layers)
 
 
 def lay_out_for_kernels(mlp: Mlp) -> int:

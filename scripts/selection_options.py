@@ -15,15 +15,15 @@ class SelectionOptions:
     method: Method = "dense"
     """Who chooses the active units."""
     predictors: Path | None = None
-    """Directory written by scripts.train; also holds the calibration of static, cats and teal."""
+    """Directory written by scripts.train; also holds the calibration of static, cats, teal, teal-all and wina."""
     mlp_density: float = 0.5
-    """Share of MLP neurons kept, in (0, 1]."""
+    """Share of MLP neurons kept, in (0, 1]; of teal, teal-all and wina: of the inputs of matrices."""
     head_density: float = 1.0
     """Share of key-value groups of heads kept, in (0, 1]."""
     sparse_phases: SparsePhases = "decode"
-    """decode: the prompt stays dense. all: every token selects for itself."""
+    """decode: the prompt stays dense. all: every token selects for itself (griffin: its prompt is always dense)."""
     density_budget: Path | None = None
-    """JSON file with one density a layer, instead of the uniform ones."""
+    """JSON file with one density a layer, instead of the uniform ones (see scripts.budget)."""
 
     def selection(self, *, seed: int) -> Selection:
         """As a value for `attach_selection`."""

@@ -16,7 +16,7 @@ from data.store_layout import SPLITS
 from modules.sparsity import BLOCKS, Block, num_kept
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
-from sparse_predictor.baselines import calibrate_layer
+from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.refine import RefineOptions, refine
@@ -140,14 +140,15 @@ def main(options: Options) -> PredictorManifest:
         metrics[block] = validation_metrics(stack, rows[block], label, options.densities, rule)
         for layer, predictor in zip(store.layers, stack.to_predictors(), strict=True):
             predictors[layer, block] = predictor.to(model.device)
+    held_out = next(iter(rows.values())).text("validation", options.calibration_tokens, options.refine_window)
     if "mlp" in stacks:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
-        held_out = rows["mlp"].text("validation", options.calibration_tokens, options.refine_window)
         calibrate_thresholds(model, neurons, held_out, options.densities, options.lookahead)
     calibration = {
         layer: calibrate_layer(rows.get("mlp"), rows.get("attention"), index, label)
         for index, layer in enumerate(progress(store.layers, "calibrating baselines", quiet=options.quiet))
     }
+    calibration = calibrate_inputs(model, calibration, held_out)
     manifest = PredictorManifest(
         model_id=loaded.model_id,
         config_hash=config.config_hash(),

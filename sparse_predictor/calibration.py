@@ -1,8 +1,9 @@
 """What the untrained methods need to know about a model, measured on calibration text and stored beside predictors.
 
 One file, `calibration.safetensors`, keyed by layer: how often each unit is active (static), and quantiles of
-|act(gate)| (CATS, Lee et al. 2024, section 3), of the MLP's |input| and of |activation| (TEAL, Liu et al. 2024,
-section 4). Legend: F neurons, G key-value groups, Q quantiles.
+|act(gate)| (CATS, Lee et al. 2024, section 3), of the |inputs| of matrices (TEAL, Liu et al. 2024, section 4), also
+weighted by the matrices' norms (WINA, Chen et al. 2025, section 3).
+Legend: D hidden, F neurons, G key-value groups, Q quantiles, M matrices of a layer (`thinning.matrices`).
 """
 
 import json
@@ -14,6 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from modules.config import ModelConfig
 
 NUM_QUANTILES = 1025
 MAX_SORTED = 1 << 19
@@ -56,6 +59,24 @@ class LayerCalibration:
     gate_quantiles: Tensor | None = None  # [Q] of |act(gate)|, gated models
     input_quantiles: Tensor | None = None  # [Q] of |normed MLP input|
     activation_quantiles: Tensor | None = None  # [Q] of |act(gate) * up|
+    attention_input_quantiles: Tensor | None = None  # [Q] of |normed attention input|
+    head_output_quantiles: Tensor | None = None  # [Q] of |what o_proj reads|
+    weighted_quantiles: Tensor | None = None  # [M, Q] of |x_i| * ||W[:, i]||, each matrix's input
+    input_norms: Tensor | None = None  # [M - 2, D] ||W[:, i]||, of the matrices that are no output projections
+
+    def check_shapes(self, config: ModelConfig, where: str) -> None:
+        """ValueError for a statistic that is not of this model's shape."""
+        num_matrices = 7 if config.gated_mlp else 6
+        expected: dict[str, tuple[int, ...]] = {
+            "neuron_frequency": (config.intermediate_size,),
+            "group_frequency": (config.num_key_value_heads,),
+            "weighted_quantiles": (num_matrices, NUM_QUANTILES),
+            "input_norms": (num_matrices - 2, config.hidden_size),
+        }
+        for name, value in vars(self).items():
+            shape = expected.get(name, (NUM_QUANTILES,))
+            if value is not None and tuple(value.shape) != shape:
+                raise ValueError(f"{where}.{name} has shape {tuple(value.shape)}, expected {shape}")
 
     def require(self, name: str, method: str) -> Tensor:
         """A statistic that a method cannot do without."""

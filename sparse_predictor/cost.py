@@ -1,13 +1,18 @@
-"""MLP bytes a token reads, as a share of the dense MLP's: what methods are compared at besides density."""
+"""What a sparse run really did, for its record: densities, calls by path, and the bytes a token reads as a share of the
+dense model's, which is what methods are compared at besides density."""
+
+from statistics import mean
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.mlp import mean_share
-from modules.sparsity import Reduce, SparsityStats
-from sparse_predictor.selection import Method
+from modules.sparsity import BLOCKS, Block, BlockStats, Reduce, SparsityStats
+from sparse_predictor.selection import Method, Selection
 from sparse_predictor.selectors import PredictorSelector
+from sparse_predictor.thinning import is_thinning, thins_attention
 
 
 def _alone(counts: Tensor) -> Tensor:
@@ -15,20 +20,21 @@ def _alone(counts: Tensor) -> Tensor:
     return counts
 
 
-def thinned_densities(model: Decoder, reduce: Reduce = _alone) -> list[float]:
-    """Per layer, the mean share of matmul inputs used (TEAL); 1.0 where nothing is thinned."""
-    counts = torch.zeros(model.config.num_hidden_layers, 3, 2, dtype=torch.int64)
+def thinned_densities(model: Decoder, reduce: Reduce = _alone, block: Block = "mlp") -> list[float]:
+    """Per layer, the share of a block's weights that are used where inputs are thinned out; 1.0 where none are."""
+    counts = torch.zeros(model.config.num_hidden_layers, 2, dtype=torch.int64)
     for layer in model.layers:
-        counts[layer] = torch.tensor(model.mlp(layer).thinned_counts())
-    return [mean_share(layer_counts) for layer_counts in reduce(counts).tolist()]
+        for part, width in model.half_block(layer, block).block.thinned_parts():
+            counts[layer] += torch.tensor([int(part.kept) * width, int(part.seen) * width])
+    return [used / seen if seen else 1.0 for used, seen in reduce(counts).tolist()]
 
 
-def predictor_bytes_share(model: Decoder, reduce: Reduce = _alone) -> float:
-    """Weights of the attached MLP predictors and stand-ins in use, over those of the MLPs; 0.0 without any."""
+def predictor_bytes_share(model: Decoder, reduce: Reduce = _alone, block: Block = "mlp") -> float:
+    """Weights of the attached predictors and stand-ins of a kind of block, over those of these blocks; 0.0 without."""
     read, dense = 0, 0
     for layer in model.layers:
-        dense += model.config.mlp_num_parameters  # of the whole layer, as is what its predictor reads
-        selector: object = model.mlp(layer).selector
+        dense += num_weights(model.config, block)  # of the whole layer, as is what its predictor reads
+        selector: object = model.half_block(layer, block).block.selector
         while hasattr(selector, "inner"):  # a phase gate or a measurement around it
             selector = selector.inner
         if isinstance(selector, PredictorSelector):
@@ -37,14 +43,90 @@ def predictor_bytes_share(model: Decoder, reduce: Reduce = _alone) -> float:
     return read / dense
 
 
+def num_weights(config: ModelConfig, block: Block) -> int:
+    """Weights of a block's matrices (biases not counted)."""
+    if block == "mlp":
+        return config.mlp_num_parameters
+    return 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+
+
+def weights_by_density(config: ModelConfig, method: Method, block: Block) -> float:
+    """Weights of a block whose reading is in proportion to its density: what a budget of bytes divides. Of an MLP under
+    CATS all but the gate's; of chosen heads the queries' and the output projection's."""
+    if block == "mlp":
+        return config.mlp_num_parameters * (2 / 3 if method == "cats" else 1.0)
+    if is_thinning(method):
+        return float(num_weights(config, block))
+    return 2.0 * config.hidden_size * config.head_dim * config.num_attention_heads
+
+
 def mlp_bytes_share(model: Decoder, method: Method, stats: SparsityStats, reduce: Reduce = _alone) -> float:
-    """Predictor: density + predictor + stand-in. CATS: (1 + 2 density) / 3, its gate being read whole. TEAL: the
-    share of inputs used. Oracle, static, random: density alone (an oracle's own cost is not counted). `stats` are
-    those of all ranks (`SparsityStats.summed`)."""
-    if method == "teal":
-        densities = thinned_densities(model, reduce)
-        return sum(densities) / len(densities)
+    """Predictor: density + predictor + stand-in. CATS: (1 + 2 density) / 3, its gate being read whole. TEAL and WINA:
+    the share of weights used. Oracle, static, random, GRIFFIN: density alone (an oracle's own cost is not counted, nor
+    GRIFFIN's statistics, which cost no weights beside the prompt's). `stats` are those of all ranks
+    (`SparsityStats.summed`)."""
+    if is_thinning(method):
+        return mean(thinned_densities(model, reduce))
     density = stats.mean_density("mlp")
     if method == "cats":
         return (1.0 + 2.0 * density) / 3.0
     return density + predictor_bytes_share(model, reduce)
+
+
+def attention_bytes_share(model: Decoder, method: Method, stats: SparsityStats, reduce: Reduce = _alone) -> float:
+    """TEAL on all matrices and WINA: the share of weights used. Heads that are chosen: their queries' and outputs'
+    weights, all keys' and values', and the predictors of heads."""
+    if is_thinning(method):
+        return mean(thinned_densities(model, reduce, "attention"))
+    queries, keys = model.config.num_attention_heads, model.config.num_key_value_heads
+    share = (queries * stats.mean_density("attention") + keys) / (queries + keys)
+    return share + predictor_bytes_share(model, reduce, "attention")
+
+
+def layer_bytes_share(model: Decoder, method: Method, stats: SparsityStats, reduce: Reduce = _alone) -> float:
+    """Of all weights of all layers, attention's and the MLPs' (without embeddings and head)."""
+    mlp, attention = num_weights(model.config, "mlp"), num_weights(model.config, "attention")
+    read = mlp * mlp_bytes_share(model, method, stats, reduce)
+    return (read + attention * attention_bytes_share(model, method, stats, reduce)) / (mlp + attention)
+
+
+def own_density(model: Decoder, selection: Selection, own_stats: SparsityStats) -> float | None:
+    """Mean density of the MLPs over the layers that are here, of this rank alone; None without a batch."""
+    if not own_stats.blocks:
+        return None
+    if is_thinning(selection.method):
+        return mean(thinned_densities(model)[layer] for layer in model.layers)
+    return own_stats.mean_density("mlp")
+
+
+def achieved(model: Decoder, selection: Selection, own_stats: SparsityStats, reduce: Reduce = _alone) -> dict[str, Any]:
+    """Of a sparse run, all ranks together (a collective call under `reduce`): densities by layer and their means,
+    calls by path, and the shares of bytes read. Where inputs are thinned out, densities are shares of weights used."""
+    stats, method = own_stats.summed(model.config.num_hidden_layers, reduce), selection.method
+    if is_thinning(method):
+        stats = _with_thinned_calls(stats, selection)
+    per_layer = {block: stats.densities(block) for block in BLOCKS}
+    if is_thinning(method):
+        per_layer = {block: thinned_densities(model, reduce, block) for block in BLOCKS}
+    executions = stats.executions()
+    return {
+        "mlp_density": mean(per_layer["mlp"]) if per_layer["mlp"] else 1.0,
+        "head_density": mean(per_layer["attention"]) if per_layer["attention"] else 1.0,
+        "per_layer": per_layer,
+        "executions": executions,
+        "sparse_calls": executions["gather"] + executions["mask"],
+        "bytes_read_share": mlp_bytes_share(model, method, stats, reduce),
+        "layer_bytes_share": layer_bytes_share(model, method, stats, reduce),
+    }
+
+
+def _with_thinned_calls(stats: SparsityStats, selection: Selection) -> SparsityStats:
+    """Inputs are masked inside the matmuls of blocks that have no selector, and so count as dense calls: turned into
+    masked ones. With sparse phases `decode` the dense calls are those of prompts, and stay."""
+    found = SparsityStats()
+    for (layer, block), calls in stats.blocks.items():
+        executions = dict(calls.executions)
+        if selection.sparse_phases == "all" and (block == "mlp" or thins_attention(selection.method)):
+            executions = {"dense": 0, "gather": 0, "mask": executions["dense"]}
+        found.blocks[layer, block] = BlockStats(calls.active, calls.total, executions, calls.is_first)
+    return found

@@ -1,75 +1,61 @@
 """`attach_selection`: the one function that makes a dense model sparse, whatever the method."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from loguru import logger
-from torch import nn
 
 from modules.decoder import Decoder
-from modules.forward_pass import real_tokens
-from modules.fused_decode import can_fuse
 from modules.mlp import unit_norms
-from modules.projections import ThinnedInput
-from modules.selectors import OracleSelector, RandomSelector, StaticSelector
+from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
-from modules.thinned_step import lay_out_for_kernels
-from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration, load_calibration, threshold_at
+from sparse_predictor.budgets import DensityBudget, read_budget
+from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, read_manifest
+from sparse_predictor.thinning import is_thinning, restore_inputs, teal, thin_inputs, thins_attention, wina
 
-Method = Literal["dense", "predictor", "oracle", "static", "random", "cats", "teal"]
+Method = Literal["dense", "predictor", "oracle", "static", "random", "cats", "teal", "teal-all", "wina", "griffin"]
 SparsePhases = Literal["decode", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to skip. Densities are shares of units kept, uniform over layers unless `density_budget` names a file.
-
-    The budget file is JSON: `{"mlp": [one density a layer], "attention": [...]}`, either key optional.
-    """
+    """What to skip. Densities are shares of units kept, or of inputs where a method thins these out, uniform over
+    layers unless `density_budget` (a file, or what it says) has others. `mlp_density` is also attention's where
+    teal-all or wina thin it out; `head_density` is of methods that choose heads."""
 
     method: Method = "dense"
     predictors: Path | None = None
     mlp_density: float = 1.0
     head_density: float = 1.0
     sparse_phases: SparsePhases = "decode"
-    density_budget: Path | None = None
+    density_budget: Path | DensityBudget | None = None
     seed: int = 0
 
     def densities(self, num_layers: int) -> dict[Block, list[float]]:
         """Target density of every layer; ValueError for values outside (0, 1] or a budget of the wrong length."""
+        attention = self.mlp_density if thins_attention(self.method) else self.head_density
         found: dict[Block, list[float]] = {
             "mlp": [self.mlp_density] * num_layers,
-            "attention": [self.head_density] * num_layers,
+            "attention": [attention] * num_layers,
         }
-        if self.density_budget is not None:
-            found.update(read_density_budget(self.density_budget))
+        if (budget := self.budget()) is not None:
+            found.update(budget.densities)
         for block, values in found.items():
             if len(values) != num_layers:
                 raise ValueError(f"density budget: {len(values)} {block} densities for {num_layers} layers")
-            for density in values:
+            for density in (*values, self.head_density) if block == "attention" else values:
                 if not 0.0 < density <= 1.0:
                     raise ValueError(f"{block} density must lie in (0, 1], got {density}")
         return found
 
-
-def read_density_budget(path: Path) -> dict[Block, list[float]]:
-    """Densities of the blocks that a budget file names; ValueError if it is not one."""
-    try:
-        budget = json.loads(path.read_text())
-    except ValueError as problem:
-        raise ValueError(f"{path}: not JSON ({problem})") from problem
-    numbers = isinstance(budget, dict) and all(
-        isinstance(values, list) and all(type(value) in (int, float) for value in values) for values in budget.values()
-    )
-    if not numbers or not budget or set(budget) - set(BLOCKS):
-        raise ValueError(f'{path}: expected {{"mlp": [one density a layer], "attention": [...]}}, either or both')
-    return budget
+    def budget(self) -> DensityBudget | None:
+        """What the budget file says, if there is one; FileNotFoundError or ValueError if it cannot be read."""
+        return read_budget(self.density_budget) if isinstance(self.density_budget, Path) else self.density_budget
 
 
 def apply_sparsity(model: Decoder, selectors: Mapping[tuple[int, Block], Selector]) -> SparsityStats:
@@ -88,20 +74,10 @@ def remove_sparsity(model: Decoder) -> None:
     for layer in model.layers:
         for block in BLOCKS:
             model.half_block(layer, block).block.selector = None
-        mlp = model.mlp(layer)
-        for name in THINNED_PROJECTIONS:
-            projection = getattr(mlp, name)
-            if isinstance(projection, ThinnedInput):
-                setattr(mlp, name, projection.projection)
-    if model.sparsity_hook is not None:
-        model.sparsity_hook.remove()
-        model.sparsity_hook = None
+    restore_inputs(model)
     model.max_lookahead = 0
     model.is_sparse = False
     model.stats = None
-
-
-THINNED_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
@@ -112,28 +88,58 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     method = selection.method
     if method == "dense":
         return apply_sparsity(model, {})
+    budget = selection.budget()
+    thresholds = None if budget is None else budget.thresholds_for(method, selection.predictors)
+    if is_thinning(method):
+        return _attach_thinning(model, selection, densities)
     heads = [layer for layer, density in enumerate(densities["attention"]) if density < 1.0]
-    if method in ("cats", "teal") and heads:
+    if method in ("cats", "griffin") and heads:
         raise ValueError(f"method {method} does not choose heads; leave --head-density at 1.0")
     if method == "cats" and not config.gated_mlp:
         raise ValueError("method cats needs a gated MLP; this model has none")
-    if method == "teal":
-        stats = apply_sparsity(model, {})
-        _thin_mlp_inputs(model, _calibration(model, selection), densities["mlp"], selection.sparse_phases)
-        model.is_sparse = True
-        return stats
     make = _selector_maker(model, selection, densities)
     blocks: list[tuple[int, Block]] = [(layer, "attention") for layer in heads]
-    # Heads alone: the MLPs stay dense and need no predictors. Else every MLP goes the sparse way, at density 1 too.
-    if not heads or min(densities["mlp"]) < 1.0:
-        blocks += [(layer, "mlp") for layer in range(config.num_hidden_layers)]
+    # Heads alone: the MLPs stay dense and need no predictors. MLPs that are all at density 1 go the sparse way, to be
+    # checked; one at density 1 among others is left dense, and its predictor is not read.
+    least = min(densities["mlp"])
+    if not heads or least < 1.0:
+        blocks += [(layer, "mlp") for layer, density in enumerate(densities["mlp"]) if density < 1.0 or least == 1.0]
     selectors = {place: make(*place) for place in blocks if model.has_block(*place)}
-    if selection.sparse_phases == "decode":
+    if thresholds is not None:
+        for (layer, block), selector in selectors.items():
+            if block == "mlp":
+                set_threshold(selector, thresholds[layer])
+    if (
+        selection.sparse_phases == "decode" and method != "griffin"
+    ):  # which needs to see the prompt, and leaves it dense
         selectors = {place: SparsePhaseGate(selector) for place, selector in selectors.items()}
     stats = apply_sparsity(model, selectors)
     model.is_sparse = True  # also on a pipeline stage whose own blocks are all dense: the stages must act alike
     if method == "predictor":  # of all layers: a pipeline stage keeps inputs for the stages after it, too
         model.max_lookahead = read_manifest(_predictor_dir(selection), model).lookahead
+    return stats
+
+
+def set_threshold(selector: Selector, threshold: float) -> None:
+    """Let a selector of neurons choose by this threshold; ValueError if it has none."""
+    if not isinstance(selector, (PredictorSelector, CatsSelector)) or getattr(selector, "count", None) is not None:
+        raise ValueError("density budget: it has thresholds, but these neurons are not chosen by one")
+    selector.threshold = threshold
+
+
+def _attach_thinning(model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]) -> SparsityStats:
+    method, all_matrices = selection.method, thins_attention(selection.method)
+    if selection.head_density < 1.0 or (not all_matrices and min(densities["attention"]) < 1.0):
+        raise ValueError(f"method {method} does not choose heads; leave --head-density at 1.0")
+    calibration, stats = _calibration(model, selection), apply_sparsity(model, {})
+    thin_inputs(
+        model,
+        wina(model, calibration) if method == "wina" else teal(calibration, method),
+        densities,
+        BLOCKS if all_matrices else ("mlp",),
+        decode_only=selection.sparse_phases == "decode",
+    )
+    model.is_sparse = True
     return stats
 
 
@@ -153,6 +159,9 @@ def _selector_maker(
         )
     if selection.method == "random":
         return lambda layer, block: RandomSelector(densities[block][layer], num_units[block], selection.seed)
+    if selection.method == "griffin":
+        scores_text = selection.sparse_phases == "all"
+        return lambda layer, block: PromptSelector(densities[block][layer], num_units[block], scores_text=scores_text)
     if selection.method == "predictor":
         return _predictor_maker(model, selection, densities)
     calibration = _calibration(model, selection)
@@ -179,7 +188,11 @@ def _predictor_maker(
 ) -> Callable[[int, Block], Selector]:
     predictors, manifest = load_predictors(_predictor_dir(selection), model)
     between = sorted({density for density in densities["mlp"] if density not in (1.0, *manifest.densities)})
-    if between and "mlp" in manifest.blocks:
+    # A budget that is no file is being made: what is missing of its thresholds will be set in the run.
+    exact = isinstance(selection.density_budget, DensityBudget)
+    if isinstance(selection.density_budget, Path):
+        exact = read_budget(selection.density_budget).thresholds is not None
+    if between and "mlp" in manifest.blocks and not exact:
         logger.warning(
             f"{selection.predictors} is calibrated at MLP densities {manifest.densities}, not at {between}: thresholds "
             "come from dense states and stand-ins from the nearest density; train with --densities for exact ones"
@@ -218,46 +231,6 @@ def _calibration(model: Decoder, selection: Selection) -> dict[int, LayerCalibra
     missing = set(range(model.config.num_hidden_layers)) - set(calibration)
     if missing:
         raise ValueError(f"{directory}: no calibration for layers {sorted(missing)}")
-    units = {"neuron_frequency": model.config.intermediate_size, "group_frequency": model.config.num_key_value_heads}
     for layer, statistics in calibration.items():
-        for name, value in vars(statistics).items():
-            expected = (units.get(name, NUM_QUANTILES),)
-            if value is not None and tuple(value.shape) != expected:
-                raise ValueError(
-                    f"{directory}: calibration {layer}.{name} has shape {tuple(value.shape)}, expected {expected}"
-                )
+        statistics.check_shapes(model.config, f"{directory}: calibration {layer}")
     return calibration
-
-
-def _thin_mlp_inputs(
-    model: Decoder, calibration: Mapping[int, LayerCalibration], densities: Sequence[float], phases: SparsePhases
-) -> None:
-    """TEAL (Liu et al. 2024, section 4) on the MLP: drop the inputs of each matmul that are small in magnitude."""
-    thinned: list[ThinnedInput] = []
-    num_bytes = 0
-    for layer in model.layers:
-        mlp = model.mlp(layer)
-        for name in THINNED_PROJECTIONS:
-            projection = getattr(mlp, name)
-            if projection is None:
-                continue
-            statistic = "activation_quantiles" if name == "down_proj" else "input_quantiles"
-            threshold = threshold_at(calibration[layer].require(statistic, "teal"), densities[layer])
-            # The inputs of gate and up are whole on every rank.
-            counted = mlp.units.counted if name == "down_proj" and mlp.units is not None else None
-            thinned.append(ThinnedInput(projection, threshold, counted))
-            setattr(mlp, name, thinned[-1])
-        if can_fuse(model):
-            num_bytes += lay_out_for_kernels(mlp)
-    if num_bytes:
-        logger.info(
-            f"teal: input-major copies of the MLP's first matrices take {num_bytes / 2**30:.2f} GiB more memory"
-        )
-
-    def follow_the_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")
-        for projection in thinned:
-            projection.enabled = phases == "all" or kwargs.get("phase", "prefill") == "decode"
-            projection.valid = None if num_tokens is None else real_tokens(token_ids, num_tokens)
-
-    model.sparsity_hook = model.register_forward_pre_hook(follow_the_pass, with_kwargs=True)

@@ -1,6 +1,6 @@
 """Selectors that need calibration or training: the learned predictor and CATS, and the gate for sparse phases.
 
-Oracle, static and random selectors need neither and live in `modules/selectors.py`.
+Those that need neither live in `modules/selectors.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,11 @@ from sparse_predictor.predictor import Predictor, Rule
 
 
 class PredictorSelector:
-    """Active units from learned scores: those above one threshold a layer, or the top count a token."""
+    """Active units from learned scores: those above one threshold a layer, or the top count a token.
+
+    Deja Vu (Liu et al. 2023, section 4) with rule `topk`; the threshold, the stand-in for what is skipped and how the
+    scores are trained differ (see `predictor.py`, `standin.py`, `refine.py`).
+    """
 
     def __init__(self, predictor: Predictor, density: float, rule: Rule, lookahead: int) -> None:
         self.predictor = predictor
@@ -42,8 +46,12 @@ class PredictorSelector:
         """The normed input that the scores are made from: this layer's, or an earlier one's."""
         return context.earlier_inputs[context.layer_idx - self.lookahead] if self.lookahead else hidden_states
 
+    def thresholded(self, hidden_states: Tensor, context: SelectionContext) -> Tensor:
+        """What the threshold is compared with: scores [rows, U]."""
+        return self.predictor.scores(self.source(hidden_states, context)).flatten(0, 1)
+
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        scores = self.predictor.scores(self.source(hidden_states, context)).flatten(0, 1)
+        scores = self.thresholded(hidden_states, context)
         compensation = None
         if self.standin_index is not None:
             compensation = self.predictor.standin(hidden_states, self.standin_index).flatten(0, 1)
@@ -118,7 +126,9 @@ def at_least(scores: Tensor, threshold: float, units: UnitShard | None) -> Tenso
 
 
 class CatsSelector:
-    """CATS (Lee et al. 2024): compute the gate for every neuron, keep those with |act(gate)| above a threshold."""
+    """CATS (Lee et al. 2024, Contextually-Aware Thresholding for Sparsity, section 3): compute the gate for every
+    neuron, keep those with |act(gate)| above one threshold a layer, a quantile of calibration text. Differs: no
+    fine-tuning after it, which is optional in the paper."""
 
     lookahead = 0
 
@@ -129,6 +139,10 @@ class CatsSelector:
         self.activation = mlp.activation
         self.activate = ACTIVATION_FUNCTIONS[mlp.activation]
         self.threshold = threshold
+
+    def thresholded(self, hidden_states: Tensor, context: SelectionContext) -> Tensor:
+        """What the threshold is compared with: |act(gate)| [rows, U]."""
+        return self.activate(self.gate_proj(hidden_states)).flatten(0, 1).abs()
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         gate_values = self.activate(self.gate_proj(hidden_states)).flatten(0, 1)

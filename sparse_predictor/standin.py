@@ -11,28 +11,17 @@ the norm that follows divides by it. Needs no gradient: two forward passes and o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from modules.decoder import Decoder
-from modules.forward_pass import ForwardPass
-from modules.sparsity import Block
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.low_rank import RegressionSums
 from sparse_predictor.stack import PredictorStack
+from sparse_predictor.streams import Stream, advance, begin_stream
 
 CHUNK_TOKENS = 4096
-
-
-@dataclass
-class _Stream:
-    """One chunk of text on its way through a model: states as the residual junction leaves them."""
-
-    hidden_states: Tensor
-    residual: Tensor
-    forward_pass: ForwardPass
 
 
 @torch.inference_mode()
@@ -52,18 +41,18 @@ def fit_standins(
     places = {layer: place for place, layer in enumerate(layers)}
     for density_place in range(stack.standin_in.shape[1]):
         chunks = token_ids.split(max(1, CHUNK_TOKENS // token_ids.shape[1]))
-        dense = [_begin(model, chunk) for chunk in chunks]
-        sparse = [_begin(model, chunk) for chunk in chunks]
+        dense = [begin_stream(model, chunk) for chunk in chunks]
+        sparse = [begin_stream(model, chunk) for chunk in chunks]
         earlier: dict[int, list[Tensor]] = {}
         for layer in range(model.config.num_hidden_layers):
             for stream in (*dense, *sparse):
-                _advance(model, stream, layer, "attention")
+                advance(model, stream, layer, "attention")
             # What scores read, by layer; the layer's own input is what its stand-in reads.
             earlier[layer] = [stream.hidden_states for stream in sparse]
             earlier.pop(layer - lookahead - 1, None)
             if layer not in places:
                 for stream in (*dense, *sparse):
-                    _advance(model, stream, layer, "mlp")
+                    advance(model, stream, layer, "mlp")
                 continue
             sources = earlier[layer - lookahead if layer >= lookahead else layer]
             _fit_layer(model, stack, layer, places[layer], density_place, dense, sparse, sources, error_share)
@@ -75,8 +64,8 @@ def _fit_layer(
     layer: int,
     place: int,
     density_place: int,
-    dense: list[_Stream],
-    sparse: list[_Stream],
+    dense: list[Stream],
+    sparse: list[Stream],
     sources: list[Tensor],
     error_share: float,
 ) -> None:
@@ -89,7 +78,7 @@ def _fit_layer(
     kept: list[Tensor] = []
     for ours, theirs, chunk_scores in zip(sparse, dense, scores, strict=True):
         lost = theirs.residual - ours.residual
-        _advance(model, theirs, layer, "mlp")
+        advance(model, theirs, layer, "mlp")
         activations = mlp.intermediate(ours.hidden_states)
         chosen = chunk_scores.view_as(activations) >= threshold
         kept.append(mlp.down_proj(activations.masked_fill(~chosen, 0)))
@@ -103,19 +92,4 @@ def _fit_layer(
     for stream, partial in zip(sparse, kept, strict=True):
         standin = stack.layer_standin(place, stream.hidden_states.float(), stack.densities[density_place])
         assert standin is not None
-        _advance(model, stream, layer, "mlp", partial + standin.to(partial.dtype))
-
-
-def _begin(model: Decoder, token_ids: Tensor) -> _Stream:
-    forward_pass = model.begin(token_ids)
-    hidden_states, residual = model.enter(token_ids, forward_pass)
-    assert isinstance(hidden_states, Tensor)
-    return _Stream(hidden_states, residual, forward_pass)
-
-
-def _advance(model: Decoder, stream: _Stream, layer: int, block: Block, partial: Tensor | None = None) -> None:
-    """Past one half-block; `partial` is its output where somebody else made it."""
-    half_block = model.half_block(layer, block)
-    if partial is None:
-        partial = half_block.block(stream.hidden_states, stream.forward_pass)
-    stream.hidden_states, stream.residual = model.leave(half_block, partial, stream.residual)
+        advance(model, stream, layer, "mlp", partial + standin.to(partial.dtype))

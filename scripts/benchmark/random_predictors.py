@@ -18,9 +18,10 @@ from modules.mlp import Mlp
 from modules.sparsity import ActiveSet, Block, SelectionContext, Selector
 from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at
 from sparse_predictor.predictor import Predictor, auto_head_rank
-from sparse_predictor.selection import THINNED_PROJECTIONS, Selection, apply_sparsity, attach_selection, remove_sparsity
+from sparse_predictor.selection import Selection, apply_sparsity, attach_selection, remove_sparsity
 from sparse_predictor.selectors import CatsSelector, PredictorSelector
 from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
+from sparse_predictor.thinning import PROJECTIONS
 from sparse_predictor.thresholds import CalibratingSelector
 
 Write = Callable[[], Sequence[Sequence[int]]]  # texts of one length that the sparse model writes now, prompts included
@@ -190,7 +191,7 @@ def _calibrate_inputs(model: Decoder, density: float, token_ids: Tensor, start: 
     remove_sparsity(model)
     parts: dict[tuple[int, str], CalibratingInput] = {}
     for layer_idx in model.layers:
-        for name in THINNED_PROJECTIONS:
+        for name in PROJECTIONS["mlp"]:
             if (projection := getattr(model.mlp(layer_idx), name)) is not None:
                 parts[layer_idx, name] = CalibratingInput(projection, density, start)
                 setattr(model.mlp(layer_idx), name, parts[layer_idx, name])

@@ -6,7 +6,7 @@ import torch
 
 from modules.decoder import Decoder
 from modules.mlp import unit_norms
-from modules.selectors import OracleSelector, RandomSelector, StaticSelector
+from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats
 from sparse_predictor.predictor import Predictor, Rule
 from sparse_predictor.selection import apply_sparsity
@@ -30,6 +30,10 @@ def static(layer: int, block: Block, model: Decoder) -> Selector:
 
 def draw(layer: int, block: Block, model: Decoder) -> Selector:
     return RandomSelector(0.5, num_units(model, block), seed=3)
+
+
+def griffin(layer: int, block: Block, model: Decoder) -> Selector | None:
+    return PromptSelector(0.5, num_units(model, block), scores_text=True) if block == "mlp" else None
 
 
 def cats(layer: int, block: Block, model: Decoder) -> Selector | None:
@@ -69,6 +73,7 @@ METHODS: dict[str, Method | None] = {
     "oracle": oracle,
     "static": static,
     "random": draw,
+    "griffin": griffin,
     "cats": cats,
     "threshold": predicted("threshold", 0),
     "threshold-ahead": predicted("threshold", 1),

@@ -31,7 +31,7 @@ CASES = [
 @torch.inference_mode()
 def both_steps(model: Decoder, method: Method | None, num_rows: int) -> list[tuple[list[torch.Tensor], Any]]:
     """A step as it is, and in fused kernels: logits, keys and values; units active, and units in all."""
-    remove_sparsity(model)
+    attach(model, method)  # what a prompt says may count
     cache = model.new_cache(num_rows, 64)
     prompts = [ids[:length] for ids, length in zip(random_tokens(3, 20).tolist(), LENGTHS[:num_rows], strict=False)]
     prefill(model, prompts, cache)

@@ -95,6 +95,20 @@ def test_a_moved_row_overwrites_only_its_length() -> None:
     assert unchanged(cache, before, [0, 2, 3])
 
 
+def test_what_a_selector_keeps_of_a_row_moves_with_it_and_stays_in_its_memory() -> None:
+    cache = new_cache()
+    assert cache.kept("choice") is None
+    cache.fresh_rows([3, 1]).keep("choice", torch.tensor([[True, False], [False, True]]))
+    memory = cache.row_states["choice"].data_ptr()
+    cache.move_row(3, 0, 1)
+    view = cache.first_rows(2, torch.tensor([1, 1]), 1)
+    kept = view.kept("choice")
+    assert kept is not None and kept.tolist() == [[True, False], [False, True]]
+    view.keep("choice", torch.tensor([[False, False], [True, True]]))
+    assert cache.row_states["choice"].tolist() == [[False, False], [True, True], [False, False], [True, False]]
+    assert cache.row_states["choice"].data_ptr() == memory
+
+
 def test_static_shapes_look_at_everything_except_in_fresh_rows() -> None:
     cache = new_cache()
     cache.has_static_shapes = True

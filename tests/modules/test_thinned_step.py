@@ -10,10 +10,11 @@ from modules.decoder import Decoder
 from modules.generation import generate
 from modules.kernels.thinned_rows import thinned_rows
 from modules.requests import GenerationRequest, GenerationResult
-from modules.thinned_step import lay_out_for_kernels, thinned_in_step
+from modules.thinned_step import lay_out_for_kernels, thinned_in_step, thinned_parts
 from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration
 from sparse_predictor.cost import thinned_densities
-from sparse_predictor.selection import SparsePhases, _thin_mlp_inputs, apply_sparsity, remove_sparsity
+from sparse_predictor.selection import SparsePhases, apply_sparsity, remove_sparsity
+from sparse_predictor.thinning import teal, thin_inputs
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
@@ -36,7 +37,8 @@ def thin(model: Decoder, phases: SparsePhases) -> None:
     calibration = {
         layer: LayerCalibration(input_quantiles=quantiles, activation_quantiles=quantiles / 8) for layer in model.layers
     }
-    _thin_mlp_inputs(model, calibration, [0.5 + 0.1 * layer for layer in model.layers], phases)
+    densities = {"mlp": [0.5 + 0.1 * layer for layer in model.layers]}
+    thin_inputs(model, teal(calibration, "teal"), densities, ["mlp"], decode_only=phases == "decode")  # type: ignore
     model.is_sparse = True
 
 
@@ -44,7 +46,7 @@ def counted(model: Decoder) -> list[Any]:
     stats = model.stats
     assert stats is not None
     blocks = [(place, int(found.active), found.executions) for place, found in sorted(stats.blocks.items())]
-    return [*blocks, *(model.mlp(layer).thinned_counts() for layer in model.layers)]
+    return [*blocks, *([(int(part.kept), int(part.seen)) for part, _ in thinned_parts(model)])]
 
 
 def outcome(results: list[GenerationResult]) -> list[tuple[Any, ...]]:
@@ -81,7 +83,7 @@ def test_steps_in_kernels_compute_and_count_what_eager_steps_do(kind: str, monke
     thin(model, "decode")
     eager = generate(model, requests(), batch_size=1, eos_token_ids=EOS)
     densities = thinned_densities(model)
-    monkeypatch.setattr("sparse_predictor.selection.can_fuse", lambda model: True)
+    monkeypatch.setattr("sparse_predictor.thinning.can_fuse", lambda model: True)
     monkeypatch.setattr("modules.decode_graphs.can_fuse", lambda model: True)
     calls: list[int] = []
 
@@ -117,8 +119,7 @@ def test_captured_steps_compute_and_count_what_eager_steps_do(batch_size: int, m
     eager = generate(model, requests(), batch_size=batch_size, eos_token_ids=())
     # The other order of a sum may choose another token, and a rounding may drop another entry.
     assert thinned_densities(model) == pytest.approx(densities, abs=0.05)
-    seen = [[row[1] for row in layer] for layer in counts[-3:]]
-    assert seen == [[row[1] for row in layer] for layer in counted(model)[-3:]]
+    assert [seen for _, seen in counts[-9:]] == [seen for _, seen in counted(model)[-9:]]
     for ours, theirs in zip(found, eager, strict=True):
         assert ours.logprobs[:2] == pytest.approx(theirs.logprobs[:2], abs=0.05)
         assert ours.mlp_density == pytest.approx(theirs.mlp_density, abs=0.05)

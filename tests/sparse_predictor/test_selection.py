@@ -17,11 +17,12 @@ from modules.decoder import Decoder
 from modules.sparsity import num_kept
 from sparse_predictor.cost import thinned_densities
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
+from sparse_predictor.thinning import is_thinning
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection
 
-METHODS = ["predictor", "oracle", "static", "random", "cats", "teal"]
+METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -39,8 +40,10 @@ def test_at_density_one_every_method_equals_dense_bit_for_bit(
     stats = attach_selection(model, selection(method, trained(variant, kind), 1.0))
     assert torch.equal(prompt_then_decode(model, batch), dense)
     assert stats.densities("mlp") == [1.0] * 3
-    if method == "teal":
-        assert thinned_densities(model) == [1.0] * 3
+    if is_thinning(method):
+        assert thinned_densities(model) == thinned_densities(model, block="attention") == [1.0] * 3
+    elif method == "griffin":  # the prompt stays dense
+        assert stats.executions() == {"dense": 15, "gather": 9, "mask": 0}
     else:
         assert stats.executions() == {"dense": 12, "gather": 12 if batch == 1 else 9, "mask": 0 if batch == 1 else 3}
     remove_sparsity(model)
@@ -191,7 +194,7 @@ def test_sparse_phases_decode_leaves_the_prompt_dense(trained: Trained, method: 
         found = prompt_then_decode(model, 2)
         assert torch.equal(found[:, :6], dense[:, :6])
         assert float((found[:, 6:] - dense[:, 6:]).abs().max()) > 1e-3
-    if method != "teal":
+    if not is_thinning(method):
         assert stats.executions()["gather"] == 3 * 3 * 2
 
 
@@ -222,5 +225,5 @@ def test_methods_can_follow_one_another_on_one_model(trained: Trained) -> None:
         return prompt_then_decode(model, 1)
 
     model = tiny_decoder(KINDS["llama"])
-    for method in ("teal", "cats", "static", "predictor", "teal", "oracle", "dense"):
+    for method in ("teal", "cats", "static", "wina", "griffin", "predictor", "teal-all", "oracle", "dense"):
         assert torch.equal(run(model, method), run(tiny_decoder(KINDS["llama"]), method)), method

@@ -9,7 +9,7 @@ from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, selection
 
-METHODS = ["predictor", "oracle", "static", "random", "cats", "teal"]
+METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_densities_outside_zero_to_one_are_refused(trained: Trained, method: str
     assert all(half_block.block.selector is None for half_block in model.half_blocks)
 
 
-@pytest.mark.parametrize("method", ["predictor", "static", "cats", "teal"])
+@pytest.mark.parametrize("method", ["predictor", "static", "cats", "teal", "teal-all", "wina"])
 def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> None:
     model = tiny_decoder(KINDS["llama"])
     with pytest.raises(ValueError, match=f"method {method} needs --predictors"):
@@ -56,7 +56,7 @@ def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> Non
 
 def test_methods_refuse_what_they_cannot_choose(trained: Trained) -> None:
     llama, opt = tiny_decoder(KINDS["llama"]), tiny_decoder(KINDS["opt"])
-    for method in ("cats", "teal"):
+    for method in ("cats", "griffin", "teal", "teal-all", "wina"):
         with pytest.raises(ValueError, match=f"method {method} does not choose heads"):
             attach_selection(llama, selection(method, trained(), 0.5, head_density=0.5))
     with pytest.raises(ValueError, match="cats needs a gated MLP"):

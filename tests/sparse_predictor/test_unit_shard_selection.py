@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS
-from sparse_predictor.cost import mlp_bytes_share, predictor_bytes_share, thinned_densities
+from sparse_predictor.cost import layer_bytes_share, mlp_bytes_share, predictor_bytes_share, thinned_densities
 from sparse_predictor.labels import LabelDefinition, true_active
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from sparse_predictor.selectors import PredictorSelector
 from sparse_predictor.store import read_manifest, same_weights, weights_sample
+from sparse_predictor.thinning import THINNING_METHODS, is_thinning, thins_attention
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 from tests.modules.unit_shard_ranks import Ranks, Watched, cut_decoders, head_plans, unit_shard
@@ -22,7 +23,11 @@ from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, sele
 
 PLANS = head_plans()
 PREDICTORS = [("predictor", variant) for variant in ("plain", "standin", "topk", "lookahead")]
-METHODS = [*PREDICTORS, *((method, "standin") for method in ("oracle", "static", "random", "cats", "teal"))]
+METHODS = [
+    *PREDICTORS,
+    *((method, "standin") for method in ("oracle", "static", "random", "cats", "griffin", *THINNING_METHODS)),
+]
+CHOOSE_NO_HEADS = ("cats", "griffin", *THINNING_METHODS)
 
 
 def sharded(plan: str, kind: str = "llama") -> tuple[Decoder, Ranks, list[Decoder]]:
@@ -53,7 +58,7 @@ def test_every_method_chooses_as_in_one_process(
     trained: Trained, plan: str, method: str, variant: str, batch: int
 ) -> None:
     whole, ranks, models = sharded(plan)
-    heads = 1.0 if method in ("cats", "teal") else 0.5
+    heads = 1.0 if method in CHOOSE_NO_HEADS else 0.5
     chosen = selection(method, trained(variant), 0.3, head_density=heads)
     alone = run(whole, chosen, batch)
     found = ranks.run(lambda rank: run(models[rank], chosen, batch))
@@ -61,6 +66,9 @@ def test_every_method_chooses_as_in_one_process(
         assert float((one["logits"] - alone["logits"]).abs().max()) < 1e-9
     for place, expected in alone["sets"].items():
         for call, active in enumerate(expected):
+            if active is None:
+                assert all(one["sets"][place][call] is None for one in found)
+                continue
             held = torch.zeros_like(active.mask)
             for model, one in zip(models, found, strict=True):
                 units, here = model.half_block(*place).block.units, one["sets"][place][call]
@@ -73,13 +81,16 @@ def test_every_method_chooses_as_in_one_process(
     together = ranks.run(lambda rank: found[rank]["stats"].summed(3, ranks.summed(rank)))
     bytes_read = ranks.run(lambda rank: mlp_bytes_share(models[rank], method, together[rank], ranks.summed(rank)))  # type: ignore
     thinned = ranks.run(lambda rank: thinned_densities(models[rank], ranks.summed(rank)))
+    shares = ranks.run(lambda rank: layer_bytes_share(models[rank], method, together[rank], ranks.summed(rank)))  # type: ignore
     for rank, stats in enumerate(together):
         for block in BLOCKS:
             assert stats.densities(block) == alone["stats"].densities(block)
         assert stats.executions() == alone["stats"].executions()
         assert bytes_read[rank] == pytest.approx(mlp_bytes_share(whole, method, alone["stats"]), abs=1e-12)  # type: ignore
         assert thinned[rank] == pytest.approx(thinned_densities(whole), abs=1e-12)
-    assert (method == "teal") == (min(thinned[0]) < 0.9)
+        assert shares[rank] == pytest.approx(layer_bytes_share(whole, method, alone["stats"]), abs=1e-12)  # type: ignore
+    assert is_thinning(method) == (min(thinned[0]) < 0.9)
+    assert thins_attention(method) == (min(thinned_densities(whole, block="attention")) < 0.9)
 
 
 @pytest.mark.parametrize(("method", "variant"), METHODS)
@@ -93,8 +104,9 @@ def test_at_density_one_everything_but_padding_is_active(trained: Trained, metho
         assert int(one["stats"].of(0, "mlp").total) == 2 * 9 * (26 if rank == 2 else 27)
         for (_, block), sets in one["sets"].items():
             real = model.half_block(0, block).block.units.real
-            assert block == "mlp" and all(torch.equal(active.mask, real.expand_as(active.mask)) for active in sets)
-        if method == "teal":
+            chosen = [active.mask for active in sets if active is not None]
+            assert block == "mlp" and chosen and all(torch.equal(mask, real.expand_as(mask)) for mask in chosen)
+        if is_thinning(method):
             assert [int(model.mlp(0).down_proj.seen), int(model.mlp(0).down_proj.kept)] == [  # type: ignore
                 2 * 9 * (26 if rank == 2 else 27)
             ] * 2
@@ -180,7 +192,7 @@ def stages(kind: str = "llama", cuts: tuple[int, ...] = (0, 1, 3)) -> list[Decod
 @pytest.mark.parametrize(("method", "variant"), METHODS)
 def test_a_pipeline_stage_selects_for_the_layers_it_has(trained: Trained, method: str, variant: str) -> None:
     whole = tiny_decoder(KINDS["llama"], dtype=torch.float64)
-    heads = 1.0 if method in ("cats", "teal") else 0.5
+    heads = 1.0 if method in CHOOSE_NO_HEADS else 0.5
     chosen = selection(method, trained(variant), 0.3, head_density=heads)
     ids = random_tokens(2, 6)
     with torch.no_grad():

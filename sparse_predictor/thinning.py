@@ -1,0 +1,160 @@
+"""Methods that thin out the inputs of matmuls: TEAL on the MLP or on all matrices of a layer, and WINA.
+
+An entry of a matmul's input that is small is dropped, and its column of the weights need not be read. The keys' and
+values' matrices are thinned out like any other: cached keys and values are then those of the thinned inputs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeGuard
+
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from modules.decoder import Decoder
+from modules.forward_pass import real_tokens
+from modules.fused_decode import can_fuse
+from modules.projections import ThinnedInput
+from modules.sparsity import BLOCKS, Block
+from modules.thinned_step import follows_thinning, lay_out_for_kernels
+from sparse_predictor.calibration import LayerCalibration, threshold_at
+
+ThinningMethod = Literal["teal", "teal-all", "wina"]
+THINNING_METHODS: tuple[ThinningMethod, ...] = ("teal", "teal-all", "wina")
+PROJECTIONS: dict[Block, tuple[str, ...]] = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+OUTPUT_PROJECTIONS = ("o_proj", "down_proj")  # held unit-major, [in, out]; the inputs are those of a rank's own units
+# What TEAL reads thresholds off: the inputs that several matrices share, and what output projections read.
+STATISTICS = {"q_proj": "attention_input", "k_proj": "attention_input", "v_proj": "attention_input"}
+STATISTICS |= {"o_proj": "head_output", "gate_proj": "input", "up_proj": "input", "down_proj": "activation"}
+
+# Of a projection by name, in a layer: its input wrapped.
+Thin = Callable[[int, str, nn.Module, float, Tensor | None], ThinnedInput]
+
+
+def is_thinning(method: str) -> TypeGuard[ThinningMethod]:
+    """Whether a method thins out inputs instead of choosing units."""
+    return method in THINNING_METHODS
+
+
+def thins_attention(method: str) -> bool:
+    """Whether a method thins out the inputs of attention's matrices, too."""
+    return is_thinning(method) and method != "teal"
+
+
+def teal(calibration: Mapping[int, LayerCalibration], method: str) -> Thin:
+    """TEAL (Liu et al. 2024, section 4): drop the entries of a matmul's input that are small in magnitude, by one
+    threshold a layer and input, a quantile of calibration text.
+
+    Differs: matrices of one input share a threshold, densities are those of the run (uniform, or a budget file in the
+    place of their greedy allocation, algorithm 1), and with sparse phases `all` every token is thinned out, where the
+    paper spares the first half of a text. `teal` thins out the MLP alone, for comparison at equal bytes of it;
+    `teal-all` all seven matrices.
+    """
+
+    def thin(layer: int, name: str, projection: nn.Module, density: float, counted: Tensor | None) -> ThinnedInput:
+        quantiles = calibration[layer].require(f"{STATISTICS[name]}_quantiles", method)
+        return ThinnedInput(projection, threshold_at(quantiles, density), counted)
+
+    return thin
+
+
+def wina(model: Decoder, calibration: Mapping[int, LayerCalibration]) -> Thin:
+    """WINA (Chen et al. 2025, Weight Informed Neuron Activation, section 3): as TEAL on all matrices, but an entry
+    counts by |x_i| * ||W[:, i]||, what it can add to the product.
+
+    Differs: one threshold a layer and matrix (a quantile of this weighted magnitude on calibration text) instead of the
+    top entries of each token, and the weights stay as they are: the paper first rotates them until their columns are
+    orthogonal, without which its bound does not hold.
+    """
+
+    def thin(layer: int, name: str, projection: nn.Module, density: float, counted: Tensor | None) -> ThinnedInput:
+        found, place = calibration[layer], matrices(model).index(name)
+        quantiles = found.require("weighted_quantiles", "wina")[place]
+        if name in OUTPUT_PROJECTIONS:
+            norms = norms_of_inputs(model, layer, name)
+        else:  # over all outputs, of which a rank may have a part
+            shared = [other for other in matrices(model) if other not in OUTPUT_PROJECTIONS]
+            norms = found.require("input_norms", "wina")[shared.index(name)]
+        norms = norms.to(device=model.device, dtype=model.dtype)
+        return ThinnedInput(projection, threshold_at(quantiles, density), counted, norms)
+
+    return thin
+
+
+def norms_of_inputs(model: Decoder, layer: int, name: str) -> Tensor:
+    """||W[:, i]||: the L2 norm of what entry i of a projection's input is multiplied by, float32 [in]."""
+    weight = getattr(holder_of(model, layer, name), name).weight.float()
+    return torch.linalg.vector_norm(weight, dim=-1 if name in OUTPUT_PROJECTIONS else 0)
+
+
+def holder_of(model: Decoder, layer: int, name: str) -> nn.Module:
+    """The block that has a projection."""
+    return model.half_block(layer, "attention" if name in PROJECTIONS["attention"] else "mlp").block
+
+
+def matrices(model: Decoder) -> list[str]:
+    """Names of a layer's matrices, in the order of `weighted_quantiles`."""
+    return [name for block in BLOCKS for name in PROJECTIONS[block] if name != "gate_proj" or model.config.gated_mlp]
+
+
+def thin_inputs(
+    model: Decoder,
+    thin: Thin,
+    densities: Mapping[Block, Sequence[float]],
+    blocks: Sequence[Block],
+    *,
+    decode_only: bool,
+) -> None:
+    """Wrap the projections of every layer's `blocks`; `decode_only`: the prompt stays dense."""
+    thinned: list[ThinnedInput] = []
+    num_bytes = 0
+    for layer in model.layers:
+        for block in blocks:
+            holder = model.half_block(layer, block).block
+            for name in PROJECTIONS[block]:
+                projection = getattr(holder, name)
+                if projection is None:
+                    continue
+                thinned.append(thin(layer, name, projection, densities[block][layer], _counted(model, layer, name)))
+                setattr(holder, name, thinned[-1])
+    if can_fuse(model) and follows_thinning(model):
+        num_bytes = sum(lay_out_for_kernels(model.mlp(layer)) for layer in model.layers)
+        logger.info(f"input-major copies of the MLPs' first matrices take {num_bytes / 2**30:.2f} GiB more memory")
+    elif model.device.type == "cuda":
+        logger.info("no kernels for what is thinned out here: decode steps run as plain PyTorch, without graphs")
+
+    def follow_the_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")
+        for projection in thinned:
+            projection.enabled = not decode_only or kwargs.get("phase", "prefill") == "decode"
+            projection.valid = None if num_tokens is None else real_tokens(token_ids, num_tokens)
+
+    model.sparsity_hook = model.register_forward_pre_hook(follow_the_pass, with_kwargs=True)
+
+
+def _counted(model: Decoder, layer: int, name: str) -> Tensor | None:
+    """Which inputs of a projection a rank counts; the inputs of others than output projections are whole everywhere."""
+    if name == "down_proj":
+        units = model.mlp(layer).units
+        return None if units is None else units.counted
+    if name != "o_proj" or model.attention(layer).units is None:
+        return None
+    attention = model.attention(layer)
+    width = attention.num_units * attention.queries_per_group * attention.head_dim
+    return torch.arange(width, device=model.device) < attention.num_real_channels
+
+
+def restore_inputs(model: Decoder) -> None:
+    """Unwrap what `thin_inputs` has wrapped."""
+    for layer in model.layers:
+        for block in BLOCKS:
+            holder = model.half_block(layer, block).block
+            for name in PROJECTIONS[block]:
+                if isinstance(projection := getattr(holder, name), ThinnedInput):
+                    setattr(holder, name, projection.projection)
+    if model.sparsity_hook is not None:
+        model.sparsity_hook.remove()
+        model.sparsity_hook = None
