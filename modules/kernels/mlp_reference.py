@@ -66,7 +66,12 @@ def mlp_in_plain_pytorch(
     ).float()
     if standin is None:
         return result
-    return result + F.linear(F.linear(x, standin.inputs), standin.outputs.t(), standin.bias).float()
+    return result + of_standin(x, standin).float()
+
+
+def of_standin(x: Tensor, standin: StandIn) -> Tensor:
+    """What a stand-in adds for x [rows, D]: [rows, D]."""
+    return F.linear(F.linear(x, standin.inputs), standin.outputs.t(), standin.bias)
 
 
 def check_mlp(

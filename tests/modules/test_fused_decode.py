@@ -19,7 +19,7 @@ from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 
 GROUPED = LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
-LENGTHS = [9, 5, 12]
+LENGTHS = [9, 5, 12, 7, 3]
 CASES = [
     (kind, name)
     for kind in ("llama", "llama-biases", "llama-9-heads-3-groups", "opt", "opt-untied-projected", "opt-no-final-norm")
@@ -33,7 +33,7 @@ def both_steps(model: Decoder, method: Method | None, num_rows: int) -> list[tup
     """A step as it is, and in fused kernels: logits, keys and values; units active, and units in all."""
     attach(model, method)  # what a prompt says may count
     cache = model.new_cache(num_rows, 64)
-    prompts = [ids[:length] for ids, length in zip(random_tokens(3, 20).tolist(), LENGTHS[:num_rows], strict=False)]
+    prompts = [ids[:length] for ids, length in zip(random_tokens(5, 20).tolist(), LENGTHS[:num_rows], strict=False)]
     prefill(model, prompts, cache)
     cache.has_static_shapes = True
     before = cache.keys.clone(), cache.values.clone()
@@ -54,7 +54,7 @@ def both_steps(model: Decoder, method: Method | None, num_rows: int) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 5])  # five: the MLP's library product and a mask
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_fused_step_equals_the_plain_one(kind: str, name: str, num_rows: int) -> None:
     model = tiny_decoder(KINDS[kind], dtype=torch.float32)
