@@ -41,7 +41,7 @@ def test_the_kernels_pass_their_checks_and_the_stress(tmp_path: Path, monkeypatc
         lambda shape, dtype, device, group: (torch.zeros(shape, dtype=dtype), None),
     )
     monkeypatch.setattr(all_reduce_bench, "num_calls", lambda point: 2)
-    monkeypatch.setitem(communication.NAMES, torch.bfloat16, ("nccl",))  # torch's own run on GPUs only
+    monkeypatch.setitem(communication.NAMES, torch.bfloat16, ("nccl float32", "nccl"))  # torch's own run on GPUs only
     monkeypatch.setattr(Bench, "link_gb_per_s", lambda bench: 1.0)
     timer = all_reduce_bench.time_function
     monkeypatch.setattr(
@@ -61,7 +61,7 @@ def test_the_kernels_pass_their_checks_and_the_stress(tmp_path: Path, monkeypatc
         dist.destroy_process_group()
         return len(found)
 
-    assert run_ranks(2, on_rank, tmp_path) == [2 * 3 + 1, 0]  # rank 0 writes
+    assert run_ranks(2, on_rank, tmp_path) == [2 * 5 + 1, 0]  # rank 0 writes
     methods = [record["labels"]["method"] for record in read_records(tmp_path / "r.jsonl")]
-    assert methods == ["one-shot", "two-shot", "auto"] * 2 + ["stress"]
+    assert methods == ["one-shot", "one-shot", "two-shot", "two-shot", "auto"] * 2 + ["stress"]
     shared.assert_guards_intact()

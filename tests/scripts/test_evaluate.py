@@ -162,7 +162,6 @@ def flags(folder: Path, tmp_path: Path, /, **changes: Any) -> list[object]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": "perplexity,juggling"}, "juggling"),
         ({"tasks": ","}, "--tasks"),
         ({"corpus": "nothing"}, "unknown corpus 'nothing'"),
         ({"corpus": "self:1"}, "--max-tokens"),

@@ -1,0 +1,258 @@
+"""Our engine as a model of lm-eval 0.4.13, registered as `dejavu-lab`: tokens and scores are ours, prompts and metrics
+lm-eval's.
+
+All ranks hold the same requests, and all of them know all answers in the end. lm-eval is told of one process
+(rank 0 of 1), since it would else split the requests a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lm_eval.models  # noqa: F401  (registers lm-eval's own models, `hf` among them, which is done once and first)
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from loguru import logger
+
+from modules.requests import GenerationRequest, GenerationResult
+from modules.sampling import SamplingParams, mix_seed
+from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
+from scripts.batch_sizes import BatchSizes
+from scripts.command_line import progress
+from scripts.continuations import Continuation, Score, score_continuations
+from scripts.lm_eval_arguments import parse_arguments, parse_batch_size, usable_device
+from scripts.model_loading import LoadedModel, decode_text
+from scripts.run_records import achieved_on_mesh, selection_labels
+from sparse_predictor.selection import Selection, attach_selection
+
+NAME = "dejavu-lab"
+DEFAULT_NEW_TOKENS = 256  # lm-eval's own
+SAMPLING = ("temperature", "top_k", "top_p")
+
+
+@register_model(NAME)
+class EngineLM(TemplateLM):
+    """A loaded model, dense or sparse, as lm-eval's tasks ask it."""
+
+    def __init__(self, loaded: LoadedModel, batch_sizes: BatchSizes, *, seed: int = 0, quiet: bool = False) -> None:
+        super().__init__()
+        self.loaded, self.sizes, self.seed, self.quiet = loaded, batch_sizes, seed, quiet
+        self.tokenizer = loaded.require_tokenizer("lm-eval's tasks are text")
+        self._device = loaded.model.device
+        self._prefix = self.tokenizer.decode(self.prefix_token_id)
+        self._has_warned = False
+        self.seconds = 0.0
+        """Spent in this model since `attach`, on this rank."""
+        self.attach(Selection())
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> EngineLM:
+        """From lm-eval's `model=DIR,method=predictor,...`; see `create_from_arg_obj`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> EngineLM:
+        """What lm-eval's command line calls. ValueError names an argument that is not ours, or a value that is not
+        allowed."""
+        given = {name: value for name, value in (additional_config or {}).items() if value is not None} | dict(arg_dict)
+        given.pop("trust_remote_code", None)  # lm-eval's flag for data sets: this engine runs no code of a model's
+        fixed, most = parse_batch_size(given.pop("batch_size", 1)), given.pop("max_batch_size", None)
+        options = parse_arguments({**given, "device": usable_device(str(given.get("device", "auto")))})
+        loaded = options.load()
+        sizes = BatchSizes(loaded, fixed=fixed, most=None if most is None else int(most))
+        model = cls(loaded, sizes, seed=options.seed, quiet=options.quiet)
+        model.attach(options.selection(seed=options.seed))
+        return model
+
+    def attach(self, selection: Selection) -> None:
+        """Make the model sparse as `selection` says, and count from zero."""
+        self.selection, self.seconds = selection, 0.0
+        self._stats = attach_selection(self.loaded.model, selection)
+        self.achieved: dict[str, Any] = {}
+        """What was done since (see `sparse_predictor.cost.achieved`); of all ranks, as of the last call."""
+
+    @property
+    def eot_token_id(self) -> int:
+        """End of text: the tokenizer's EOS, else the model's."""
+        eos = self.tokenizer.eos_token_id
+        return self.loaded.model.config.eos_token_ids[0] if eos is None else eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context: BOS, or EOS where there is none."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def max_length(self) -> int:
+        """The model's context."""
+        return self.loaded.model.config.max_position_embeddings
+
+    @property
+    def batch_sizes(self) -> dict[int, int]:
+        """Those that were used; lm-eval prints the values."""
+        return dict(enumerate(sorted(self.sizes.taken)))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names lm-eval's cache of prompts."""
+        return self.loaded.model_id.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text the model was trained on."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError("this model's tokenizer has no chat template; leave out --apply_chat_template")
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, with the tokenizer's own special tokens unless told otherwise or the text has its BOS already."""
+        if add_special_tokens is None and self._prefix and string.startswith(self._prefix):
+            add_special_tokens = False
+        special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        # verbose=False: texts beyond the context are cut below, with a message of our own.
+        return list(self.tokenizer(string, verbose=False, **special)["input_ids"])
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[Score]:
+        """[(log-probability, is greedy)] of `(context, continuation)` pairs."""
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
+    ) -> list[Score]:
+        longest = self.max_length + 1  # the last token conditions nothing
+        cut = [len(context) + len(rest) - longest for _, context, rest in requests]
+        if max(cut, default=0) > 0:
+            num_cut = sum(excess > 0 for excess in cut)
+            logger.warning(
+                f"{num_cut} of {len(cut)} prompts do not fit the context of {self.max_length}: cut from the left"
+            )
+        pieces = [Continuation([*context, *rest][-longest:], len(rest)) for _, context, rest in requests]
+        scores = self._score(pieces, "log-likelihoods")
+        for (texts, _, _), score in zip(requests, scores, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, score)
+        return scores
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """Log-probability of whole texts, in windows of the context, cut as lm-eval's `hf` cuts them."""
+        pieces: list[Continuation] = []
+        owners: list[int] = []
+        for idx, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, rest in map(make_disjoint_window, windows):
+                pieces.append(Continuation([*context, *rest], len(rest)))
+                owners.append(idx)
+        totals = [0.0] * len(requests)
+        for idx, (logprob, _) in zip(owners, self._score(pieces, "texts"), strict=True):
+            totals[idx] += logprob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """The text that follows each context, before the first of its stop strings."""
+        prepared = [self._generation_request(idx, *request.args) for idx, request in enumerate(requests)]
+        texts: dict[int, str] = {}
+        if not prepared:
+            return []
+        with self._counted("generations", len(prepared), [request.args for request in requests]) as bar:
+
+            def finish(idx: int, result: GenerationResult) -> None:
+                if result.error is not None:
+                    raise ValueError(f"request {idx}: {result.error}")
+                texts[idx] = result.text or ""
+                bar(1)
+
+            longest = max(len(request.prompt_token_ids) + request.max_new_tokens for request in prepared)
+            generate_on_mesh(
+                self.loaded.model,
+                self.loaded.mesh,
+                prepared,
+                batch_size=self.sizes.for_generation(max(len(one.prompt_token_ids) for one in prepared), longest),
+                eos_token_ids=(*self.loaded.generation_defaults.eos_token_ids, self.eot_token_id),
+                decode=lambda token_ids: decode_text(self.tokenizer, token_ids),
+                on_finish=finish,
+            )
+            texts = self.loaded.mesh.from_rank_0(lambda: texts)
+        for idx, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, texts[idx])
+        return [texts[idx] for idx in range(len(requests))]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval's results say of the model: how it was cut and thinned out, and what came of it."""
+        model = self.loaded.model
+        return {
+            "model_name_in_records": self.loaded.model_id,
+            "model_dtype": str(model.dtype),
+            **selection_labels(self.selection, model.config.num_hidden_layers),
+            "achieved": self.achieved,
+        }
+
+    def _score(self, pieces: Sequence[Continuation], title: str) -> list[Score]:
+        if not pieces:
+            return []
+        is_idle = self.selection.method != "dense" and self.selection.sparse_phases == "decode"
+        if is_idle and not self._has_warned:
+            self._has_warned = True
+            logger.warning("sparse phases decode: a log-likelihood never decodes, so it will be the dense one")
+        with self._counted(title, len(pieces), pieces) as bar:
+            return score_continuations(
+                self.loaded.model, self.loaded.mesh, pieces, batch_size=self.sizes.for_scoring, on_scored=bar
+            )
+
+    @contextmanager
+    def _counted(self, title: str, total: int, work: object) -> Iterator[Callable[[int], object]]:
+        """Around one call: its progress bar, its time, and afterwards what the model has done so far."""
+        mesh = self.loaded.mesh
+        check_same_everywhere(mesh, f"what lm-eval asks ({title})", hashlib.sha256(repr(work).encode()).hexdigest())
+        started = time.perf_counter()
+        with progress((), title, quiet=self.quiet, total=total, unit="request") as bar:
+            yield bar.update
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.seconds += time.perf_counter() - started
+        self.achieved = achieved_on_mesh(self.loaded, self.selection, self._stats)
+
+    def _generation_request(self, idx: int, context: str, options: dict[str, Any]) -> GenerationRequest:
+        values: dict[str, Any] = dict(normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS))
+        stop, max_new_tokens = values.pop("until", []), values.pop("max_gen_toks")
+        is_sampled = values.pop("do_sample", False)
+        sampling = {name: values.pop(name) for name in SAMPLING if name in values}
+        if values:
+            name, value = next(iter(values.items()))
+            raise ValueError(
+                f"generation option {name}={value!r} is not supported; allowed are until, max_gen_toks, do_sample, "
+                f"{', '.join(SAMPLING)}"
+            )
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks {max_new_tokens} leaves no room for a prompt in a context of {self.max_length}"
+            )
+        seed = mix_seed(self.seed, idx) >> 1
+        sampling = {"temperature": 1.0, **sampling, "seed": seed} if is_sampled else {}
+        return GenerationRequest(
+            prompt_token_ids=self.tok_encode(context)[-room:],
+            max_new_tokens=max_new_tokens,
+            sampling=SamplingParams(**sampling),
+            stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text),
+            request_id=idx,
+        )

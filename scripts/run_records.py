@@ -1,0 +1,130 @@
+"""What the records of one sweep share: their labels, what a run really did, and the file they are appended to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from loguru import logger
+
+from analysis.results import Record, append_record, validate_record
+from modules.sparsity import SparsityStats
+from pipeline_parallel.fused_junction import describe_all_reduce
+from pipeline_parallel.mesh import ParallelMesh
+from pipeline_parallel.overlap import overlap_tokens
+from scripts.model_loading import LoadedModel, ModelOptions
+from sparse_predictor.cost import achieved, own_density
+from sparse_predictor.selection import Selection
+
+AFTERWARDS = ("execution",)  # what a label says only after the run
+
+
+def model_labels(loaded: LoadedModel, options: ModelOptions, density_budget: Path | None) -> dict[str, Any]:
+    """Of every record that is measured on this model with these flags."""
+    mesh = loaded.mesh
+    labels: dict[str, Any] = {
+        "model": loaded.model_id,
+        "batch_size": options.batch_size,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "weights": "trained",
+        "seed": options.seed,
+        "density_budget": density_budget and density_budget.stem,
+    }
+    if mesh.world_size > 1:
+        labels |= {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size, "dp_size": mesh.dp_size}
+        labels |= {"all_reduce": describe_all_reduce(loaded.model), "overlap_tokens": overlap_tokens(loaded.model)}
+    return labels
+
+
+def selection_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
+    """Method, mean target densities and phase; a dense run computes everything in every phase."""
+    if selection.method == "dense":
+        return {"method": "dense", "mlp_density": 1.0, "head_density": 1.0, "phase": "all"}
+    targets = selection.densities(num_layers)
+    return {
+        "method": selection.method,
+        "mlp_density": mean(targets["mlp"]),
+        "head_density": mean(targets["attention"]),
+        "phase": selection.sparse_phases,
+    }
+
+
+def achieved_on_mesh(loaded: LoadedModel, selection: Selection, own_stats: SparsityStats) -> dict[str, Any]:
+    """What a run really did, of all ranks together (a collective call), and what each of several had to compute."""
+    model, mesh = loaded.model, loaded.mesh
+    done = achieved(model, selection, own_stats, mesh.sum)
+    if mesh.world_size > 1:
+        done = {"mlp_density_per_rank": mesh.gather(own_density(model, selection, own_stats)), **done}
+    if selection.method != "dense" and selection.sparse_phases == "all" and not done["sparse_calls"]:
+        logger.warning(f"method {selection.method}: no call took the sparse path, so this is the dense model's result")
+    return done
+
+
+def execution_of(done: Mapping[str, Any]) -> str:
+    """The label for how the sparse blocks of a run were computed, from what it achieved."""
+    return next((path for path in ("mask", "gather") if done["executions"][path]), "dense")
+
+
+class RecordBook:
+    """The file that a sweep appends to, and with `resume` what it holds already (known to all ranks).
+
+    Records are written in the order of the runs, so an interrupted sweep that is resumed leaves the file that an
+    uninterrupted one does.
+    """
+
+    def __init__(self, path: Path, mesh: ParallelMesh, *, resume: bool) -> None:
+        self.path, self.mesh = path, mesh
+        self.known: list[Record] = mesh.from_rank_0(lambda: _finished_records(path)) if resume else []
+
+    def find(self, name: str, labels: Mapping[str, Any], *, unknown: Sequence[str] = (), **parts: Any) -> list[Record]:
+        """Records with this name, these labels (but for `unknown` ones, and those known only after a run) and these
+        top-level parts."""
+        left_out = {*AFTERWARDS, *unknown}
+        wanted = {label: setting for label, setting in labels.items() if label not in left_out}
+        return [
+            record
+            for record in self.known
+            if record["name"] == name
+            and {label: setting for label, setting in record["labels"].items() if label not in left_out} == wanted
+            and all(record.get(part) == value for part, value in parts.items())
+        ]
+
+    def write(self, records: Sequence[Record]) -> list[Record]:
+        """Append those that are not there yet (on rank 0); returns the run's records as the file has them."""
+        kept = []
+        for record in records:
+            there = [known for known in self.known if _identity(known) == _identity(record)]
+            if there:
+                kept.append(there[-1])
+                continue
+            kept.append(record)
+            if self.mesh.rank == 0:
+                append_record(self.path, record)
+        return kept
+
+
+def _identity(record: Record) -> tuple[Any, ...]:
+    return record["name"], record["metric"], record["labels"], record.get("run")
+
+
+def _finished_records(path: Path) -> list[Record]:
+    """The records of a file that a killed run may have left with half a last line; [] if there is none."""
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            validate_record(record)
+        except ValueError as error:
+            if number == len(lines):  # never finished: its run is done again, and appending cuts it off
+                break
+            raise ValueError(f"--resume: {path}, line {number}: not a result record: {error}") from error
+        records.append(record)
+    return records
