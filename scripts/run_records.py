@@ -35,7 +35,10 @@ def model_labels(loaded: LoadedModel, options: ModelOptions, density_budget: Pat
     }
     if mesh.world_size > 1:
         labels |= {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size, "dp_size": mesh.dp_size}
-        labels |= {"all_reduce": describe_all_reduce(loaded.model), "overlap_tokens": overlap_tokens(loaded.model)}
+    if mesh.tp_size > 1:
+        labels["all_reduce"] = describe_all_reduce(loaded.model)
+        if split_from := overlap_tokens(loaded.model):
+            labels["overlap_tokens"] = split_from
     return labels
 
 

@@ -60,6 +60,7 @@ def test_records_are_those_of_one_process(
     assert [record["name"] for record in found] == [record["name"] for record in wanted]
     tp_size, pp_size = MESHES[mesh]
     cut = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": 4 // (tp_size * pp_size)}
+    cut |= {"all_reduce": "gloo"} if tp_size > 1 else {}
     for ours, theirs in zip(found, wanted, strict=True):
         where = f"{run} {mesh} {ours['labels']['method']}"
         assert ours["labels"] == {**theirs["labels"], **cut}, where
@@ -97,7 +98,7 @@ def test_tables_tell_runs_on_several_ranks_from_those_of_one_process(
     several = read_records(folder / "heads tp4.jsonl")
     assert [row.variant for row in compare(several)] == ["dense", "oracle", "predictor", "static", "random"]
     together = {row.variant for row in compare([*expected("heads"), *several])}
-    assert len(together) == 10 and {"dense", "dense, dp_size 1, pp_size 1, tp_size 4"} <= together
+    assert len(together) == 10 and {"dense", "dense, all_reduce gloo, dp_size 1, pp_size 1, tp_size 4"} <= together
 
 
 def test_ranks_that_read_different_texts_all_say_so(folder: Path) -> None:
