@@ -58,11 +58,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A range of bytes on which the same methods are ahead of the predictor; None: it was not measured there."""
+    """A range of bytes on which the same methods are ahead of the predictor; None: it was not measured there.
+    `alone`: no other method was."""
 
     low: float
     high: float
     ahead: tuple[str, ...] | None
+    alone: bool = False
 
 
 def equal_bytes_tables(records: Sequence[Record]) -> list[Table]:
@@ -137,18 +139,23 @@ def stretches(curves: Sequence[Curve], low: float = LOW, high: float = HIGH) -> 
     for left, right in pairwise(cuts):
         if right - left <= TOLERANCE:
             continue
-        ahead = _ahead(curves, (left + right) / 2)
-        if found and found[-1].ahead == ahead:
+        middle = (left + right) / 2
+        ahead = _ahead(curves, middle)
+        rivals = [curve for curve in curves if curve.method != "predictor" and curve.at(middle) is not None]
+        alone = ahead is not None and not rivals
+        if found and (found[-1].ahead, found[-1].alone) == (ahead, alone):
             left = found.pop().low
-        found.append(Stretch(left, right, ahead))
+        found.append(Stretch(left, right, ahead, alone))
     return found
 
 
 def statement(curves: Sequence[Curve], axis: Axis = MLP_BYTES) -> str:
     """In words: where the predictor is at or below every other method, who is ahead of it where, what is not known."""
     parts: dict[tuple[str, ...] | None, list[str]] = {}
+    alone: list[str] = []
     for stretch in stretches(curves):
-        parts.setdefault(stretch.ahead, []).append(_range(stretch.low, stretch.high))
+        where = alone if stretch.alone else parts.setdefault(stretch.ahead, [])
+        where.append(_range(stretch.low, stretch.high))
     at_or_below = " and ".join(parts.pop((), [])) or "nowhere"
     unknown = parts.pop(None, [])
     text = [
@@ -158,11 +165,25 @@ def statement(curves: Sequence[Curve], axis: Axis = MLP_BYTES) -> str:
     for ahead, at in parts.items():
         verb = "is" if len(ahead or ()) == 1 else "are"
         text.append(f"{' and '.join(ahead or ())} {verb} ahead of it {' and '.join(at)}")
+    for method, share in _single_points(curves):
+        ahead = method in (_ahead(curves, share) or ())
+        text.append(f"{method}, measured there only, is {'ahead of' if ahead else 'behind'} it at {_percent(share)}")
+    text += [f"no other method was measured {' and '.join(alone)}"] if alone else []
     text += [f"the predictor was not measured {' and '.join(unknown)}"] if unknown else []
     limits = [_limits(curves, method) for method in _methods(curves)]
     known = [limit for limit in limits if limit]
     closing = f" Not measured: {', '.join(known)}." if known else ""
     return "; ".join(text) + f".{closing} Interpolated on a logarithmic scale; oracle, a bound, is left out."
+
+
+def _single_points(curves: Sequence[Curve]) -> list[tuple[str, float]]:
+    """Methods of one point only, which no stretch shows, where the predictor was measured, too."""
+    single = [(curve.method, curve.points[0][0]) for curve in curves if len(curve.points) == 1]
+    return [
+        (method, share)
+        for method, share in sorted(single, key=lambda found: found[1])
+        if method != "predictor" and LOW <= share <= HIGH and _ahead(curves, share) is not None
+    ]
 
 
 def _cuts(curves: Sequence[Curve]) -> list[float]:

@@ -165,18 +165,34 @@ def read_records(*paths: str | os.PathLike[str]) -> list[Record]:
     for path in map(Path, paths):
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file of result records (scripts.evaluate --output writes one)")
-        num_before = len(records)
-        for line_number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                validate_record(record)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {line_number}: not a result record: {error}") from error
-            records.append(record)
-        if len(records) == num_before:
+        found = _records_of(path)
+        if not found:
             raise ValueError(f"{path}: holds no result records")
+        records += found
+    return records
+
+
+def finished_records(path: str | os.PathLike[str]) -> list[Record]:
+    """As `read_records` of a file that a killed run may have left with half a last line, which `append_record` will cut
+    off; [] if there is none."""
+    path = Path(path)
+    return _records_of(path, may_end_unfinished=True) if path.is_file() else []
+
+
+def _records_of(path: Path, *, may_end_unfinished: bool = False) -> list[Record]:
+    records: list[Record] = []
+    lines = path.read_bytes().split(b"\n")
+    for line_number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            validate_record(record)
+        except ValueError as error:
+            if may_end_unfinished and line_number == len(lines):
+                break
+            raise ValueError(f"{path}, line {line_number}: not a result record: {error}") from error
+        records.append(record)
     return records
 
 

@@ -15,7 +15,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.project_heads import project_heads
 from modules.kernels.qkv_projection import project_qkv
 from modules.positions import apply_rotary
-from modules.projections import OutputProjection, ThinnedInput
+from modules.projections import OutputProjection, ThinnedInput, path_without_a_choice
 from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, UnitShard
 
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         context = forward_pass.selection_context("attention", self.layer_idx, hidden_states, grouped_heads, self.units)
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         if active is None:
-            forward_pass.count(context, self.num_units, "dense", None)
+            forward_pass.count(context, self.num_units, path_without_a_choice(self.thinned_parts()), None)
             return self.o_proj(self.head_outputs(dense_heads()).flatten(2))
         # One new token a row and few rows: skip. The union of the rows' groups is gathered on the host side,
         # which on a GPU would stall the stream; there several rows share one masked pass.

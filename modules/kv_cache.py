@@ -40,7 +40,8 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.rows = torch.arange(batch_size, device=device)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.row_states: dict[Hashable, Tensor] = {}  # [all rows, ...] each
+        self.num_rows = batch_size  # of the whole cache, also in views
+        self.row_states: dict[Hashable, Tensor] = {}  # [num_rows, ...] each
         self.longest = 0  # host copy of the largest length: how far attention has to look
         self.is_fresh = False  # the rows of this view are empty: attention needs only what the pass itself writes
         self.has_static_shapes = False  # attention always looks at all positions: what a CUDA graph needs
@@ -101,7 +102,7 @@ class KVCache:
     def keep(self, key: Hashable, states: Tensor) -> None:
         """Keep `states` [B, ...] of the rows of this pass, in the same memory each time."""
         if key not in self.row_states:
-            self.row_states[key] = states.new_zeros(self.keys.shape[1], *states.shape[1:])
+            self.row_states[key] = states.new_zeros(self.num_rows, *states.shape[1:])
         self.row_states[key][self.rows] = states
 
     def kept(self, key: Hashable) -> Tensor | None:

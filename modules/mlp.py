@@ -12,7 +12,7 @@ from modules.kernels.activations import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.mlp_reference import of_standin, reference_sparse_mlp
 from modules.kernels.sparse_mlp import sparse_mlp
-from modules.projections import OutputProjection, ThinnedInput
+from modules.projections import OutputProjection, ThinnedInput, path_without_a_choice
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
 from modules.thinned_step import can_thin, thinned_mlp
 
@@ -50,7 +50,7 @@ class Mlp(nn.Module):
         )
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         if active is None:
-            forward_pass.count(context, self.num_units, "dense", None)
+            forward_pass.count(context, self.num_units, path_without_a_choice(self.thinned_parts()), None)
             return self.down_proj(self.activations(self.intermediate(hidden_states)))
         gather = hidden_states.shape[:2].numel() <= MAX_GATHER_ROWS and not self.force_mask
         forward_pass.count(context, self.num_units, "gather" if gather else "mask", active)
@@ -70,10 +70,13 @@ class Mlp(nn.Module):
         active, context = fused.select("mlp", self.layer_idx, states, forward_pass, activations)
         if isinstance(active, ActiveSet):
             active = active.listed()
-        masks = active is not None and len(states.partial) > MAX_FUSED_SPARSE_ROWS
-        execution = "dense" if active is None else "mask" if masks else "gather"
+        masks, thins = active is not None and len(states.partial) > MAX_FUSED_SPARSE_ROWS, can_thin(self, states)
+        if masks or (active is None and not thins):
+            execution = "mask" if masks else path_without_a_choice(self.thinned_parts())
+        else:
+            execution = "gather"
         forward_pass.count(context, self.num_units, execution, active)
-        if can_thin(self, states):
+        if thins:
             return thinned_mlp(self, states, fused)
         down = self.down_proj
         if active is not None and masks:

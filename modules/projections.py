@@ -114,6 +114,11 @@ class ThinnedInput(nn.Module):
         return self.projection(states.masked_fill(~mask, 0))
 
 
+def path_without_a_choice(parts: Sequence[tuple[ThinnedInput, int]]) -> str:
+    """How a block that chooses no units runs, for statistics: with inputs thinned out as a mask would, or dense."""
+    return "mask" if any(part.enabled for part, _ in parts) else "dense"
+
+
 def weights_read(parts: Sequence[tuple[ThinnedInput, int]]) -> Tensor | None:
     """int64 [2, B]: weights read, and all there are, for each batch row of the last call of a block whose thinned
     inputs and weights an entry are given; None if it was not thinned out. Sums over ranks are counts again."""

@@ -115,6 +115,6 @@ def _side_by_side(counts: list[Tensor]) -> Tensor:
     first = counts[0]
     distances = {after.storage_offset() - before.storage_offset() for before, after in pairwise(counts)}
     memories = {(count.untyped_storage().data_ptr(), count.dtype, count.stride()) for count in counts}
-    if len(memories) > 1 or len(distances) != 1:
+    if len(memories) > 1 or len(distances) != 1 or min(distances) < 0:
         return torch.stack(counts)
     return first.as_strided((len(counts), len(first)), (distances.pop(), first.stride(0)))

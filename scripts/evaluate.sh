@@ -17,7 +17,9 @@ if [ "${1:-}" != --sweep ]; then
 fi
 shift
 
-flags+=(--method dense oracle predictor cats teal wina griffin static random --mlp-density 0.7 0.5 0.3)
+methods=(dense oracle predictor teal teal-all wina griffin static random)
+if [ "$is_gated" = yes ]; then methods+=(cats); fi
+flags+=(--method "${methods[@]}" --mlp-density 0.7 0.5 0.3)
 flags+=(--tasks perplexity,zero-shot,arithmetic_words --resume)
 results=$(value_of --output "$run_dir/sweep.jsonl" "$@")
 # A text that the model writes itself has no end.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from modules.scoring import Likelihood, Window, check_window, score_windows, win
 from pipeline_parallel.engine import check_same_everywhere, exchange_of
 from scripts.command_line import progress
 from scripts.model_loading import LoadedModel, RunOptions
-from scripts.run_records import RecordBook, achieved_on_mesh, execution_of, selection_labels
+from scripts.run_records import RecordBook, achieved_on_mesh, execution_of, hash_of, selection_labels, sources_of
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity
 from sparse_predictor.thinning import is_thinning
@@ -79,8 +78,7 @@ def read_documents(loaded: LoadedModel, options: PerplexityOptions) -> list[list
     limits = {"max_tokens": max_tokens, "vocab_size": model.config.vocab_size}
     documents = list(token_documents(loaded.tokenizer, texts, **limits))
     del texts  # the last hold on a text that has no end: it stops being written here
-    text_hash = hashlib.sha256(repr(documents).encode()).hexdigest()
-    check_same_everywhere(loaded.mesh, f"--corpus {options.corpus}: the text", text_hash)
+    check_same_everywhere(loaded.mesh, f"--corpus {options.corpus}: the text", hash_of(repr(documents).encode()))
     room = model.config.max_position_embeddings - min(PROMPT_TOKENS, options.window, len(documents[0])) - 1
     if options.decode_tokens > max(0, room):
         raise ValueError(f"--decode-tokens {options.decode_tokens}: the context has room for {room} after the prompt")
@@ -161,13 +159,16 @@ def perplexity_records(
         "num_tokens": sum(piece.num_scored for piece in all_windows(documents, options)),
     }
     dense_labels = {**labels, **selection_labels(Selection(), loaded.model.config.num_hidden_layers)}
-    found = book.find("perplexity", dense_labels)[-1:]
+    sources = sources_of(loaded, Selection(), documents)
+    found = book.find("perplexity", dense_labels, sources=sources)[-1:]
     if not found:
         attach_selection(loaded.model, Selection())
         score = score_documents(loaded, documents, options, "dense")
         dense_labels["execution"] = "dense"
         timing = {"seconds": score.seconds}
-        record = make_record("perplexity", dense_labels, "perplexity", score.perplexity, "", timing=timing)
+        record = make_record(
+            "perplexity", dense_labels, "perplexity", score.perplexity, "", timing=timing, sources=sources
+        )
         found = book.write([record])
     dense = Score(found[0]["value"], found[0]["timing"]["seconds"])
     for selection in selections:
@@ -188,9 +189,10 @@ def _sparse_records(
     model, num_layers = loaded.model, loaded.model.config.num_hidden_layers
     labels = {**labels, **selection_labels(selection, num_layers)}
     decode_labels = {**labels, "batch_size": 1, "num_tokens": options.decode_tokens}
-    there = book.find("perplexity", labels)[-1:]
+    sources = sources_of(loaded, selection, documents)
+    there = book.find("perplexity", labels, sources=sources)[-1:]
     if options.decode_tokens:
-        there += book.find("decode", decode_labels)[-1:]
+        there += book.find("decode", decode_labels, sources=sources)[-1:]
     if len(there) == 1 + bool(options.decode_tokens):
         return there
     title, stats = f"{selection.method} {labels['mlp_density']:g}", attach_selection(model, selection)
@@ -214,6 +216,7 @@ def _sparse_records(
             baseline={"name": "dense", "value": dense.perplexity},
             achieved=done,
             timing={"seconds": score.seconds, "dense_seconds": dense.seconds},
+            sources=sources,
             **measured,
         )
     ]
@@ -231,6 +234,7 @@ def _sparse_records(
                 sparse_speed,
                 "tokens/s",
                 baseline={"name": "dense", "value": dense_speed},
+                sources=sources,
             )
         )
     remove_sparsity(model)

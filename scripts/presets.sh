@@ -1,6 +1,7 @@
-# Sourced by the stages' .sh files. `use_preset NAME STAGE` sets run_dir, checkpoint, train_corpus, test_corpus and
-# max_tokens; `run_python STAGE FLAGS...` prints the Python command and runs it, under torchrun if NUM_GPUS > 1 or
-# NNODES > 1. Then start the same on each of the NNODES hosts, with RDZV_ENDPOINT=HOST:PORT of one of them.
+# Sourced by the stages' .sh files. `use_preset NAME STAGE` sets run_dir, checkpoint, train_corpus, test_corpus,
+# max_tokens and is_gated (whether the MLPs have a gate). `run_python STAGE FLAGS...` prints the Python command and runs
+# it, under torchrun if NUM_GPUS > 1 or NNODES > 1; then start the same on each of the NNODES hosts, with
+# RDZV_ENDPOINT=HOST:PORT of one of them.
 # `value_of FLAG DEFAULT FLAGS...` says what a flag is given.
 
 preset_names="SmolLM2 Llama-3.2-3B Llama-3.1-8B OPT-125M OPT-6.7B"
@@ -8,13 +9,13 @@ preset_names="SmolLM2 Llama-3.2-3B Llama-3.1-8B OPT-125M OPT-6.7B"
 use_preset() {
     local name="${1:-}" stage="$2" source_id="" make_checkpoint
     # Text for calibration and for testing; SmolLM2's needs no network.
-    train_corpus=c4 test_corpus=wikitext max_tokens=262144
+    train_corpus=c4 test_corpus=wikitext max_tokens=262144 is_gated=yes
     case "$name" in
     SmolLM2) run_dir=outputs/smollm2 train_corpus=self test_corpus=self max_tokens=24576 ;;
     Llama-3.2-3B) run_dir=outputs/llama-3.2-3b source_id=meta-llama/Llama-3.2-3B ;;
     Llama-3.1-8B) run_dir=outputs/llama-3.1-8b source_id=meta-llama/Llama-3.1-8B ;;
-    OPT-125M) run_dir=outputs/opt-125m source_id=facebook/opt-125m ;;
-    OPT-6.7B) run_dir=outputs/opt-6.7b source_id=facebook/opt-6.7b ;;
+    OPT-125M) run_dir=outputs/opt-125m source_id=facebook/opt-125m is_gated=no ;;
+    OPT-6.7B) run_dir=outputs/opt-6.7b source_id=facebook/opt-6.7b is_gated=no ;;
     *)
         echo "usage: bash scripts/$stage.sh PRESET [FLAGS of python -m scripts.$stage]" >&2
         echo "error: preset '${name}' is not one of: ${preset_names}" >&2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -10,12 +10,14 @@ from typing import Any
 
 from loguru import logger
 
-from analysis.results import Record, append_record, validate_record
+from analysis.results import Record, append_record, finished_records
+from modules.checkpoint_files import checkpoint_fingerprint
 from modules.sparsity import SparsityStats
 from pipeline_parallel.fused_junction import describe_all_reduce
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import overlap_tokens
 from scripts.model_loading import LoadedModel, ModelOptions
+from sparse_predictor.budgets import predictors_id
 from sparse_predictor.cost import achieved, own_density
 from sparse_predictor.selection import Selection
 
@@ -39,7 +41,29 @@ def model_labels(loaded: LoadedModel, options: ModelOptions, density_budget: Pat
         labels["all_reduce"] = describe_all_reduce(loaded.model)
         if split_from := overlap_tokens(loaded.model):
             labels["overlap_tokens"] = split_from
-    return labels
+    return mesh.from_rank_0(lambda: labels)  # or the ranks might not agree on what is done already
+
+
+def sources_of(loaded: LoadedModel, selection: Selection, documents: object = None) -> dict[str, str | None]:
+    """What a run was made from, for its record: twelve hex digits that tell this checkpoint, these predictors, this
+    budget and this text from others of the same name. None where there is none (a collective call)."""
+
+    def hashes() -> dict[str, str | None]:
+        predictors, budget = selection.predictors, selection.budget()
+        has_files = selection.method != "dense" and predictors is not None
+        return {
+            "checkpoint": checkpoint_fingerprint(loaded.directory)[:12],
+            "predictors": predictors_id(predictors) if has_files and predictors is not None else None,
+            "density_budget": None if budget is None else hash_of(repr(budget).encode()),
+            "text": None if documents is None else hash_of(repr(documents).encode()),
+        }
+
+    return loaded.mesh.from_rank_0(hashes)
+
+
+def hash_of(content: bytes) -> str:
+    """Twelve hex digits."""
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def selection_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
@@ -80,7 +104,7 @@ class RecordBook:
 
     def __init__(self, path: Path, mesh: ParallelMesh, *, resume: bool) -> None:
         self.path, self.mesh = path, mesh
-        self.known: list[Record] = mesh.from_rank_0(lambda: _finished_records(path)) if resume else []
+        self.known: list[Record] = mesh.from_rank_0(lambda: finished_records(path)) if resume else []
 
     def find(self, name: str, labels: Mapping[str, Any], *, unknown: Sequence[str] = (), **parts: Any) -> list[Record]:
         """Records with this name, these labels (but for `unknown` ones, and those known only after a run) and these
@@ -110,24 +134,4 @@ class RecordBook:
 
 
 def _identity(record: Record) -> tuple[Any, ...]:
-    return record["name"], record["metric"], record["labels"], record.get("run")
-
-
-def _finished_records(path: Path) -> list[Record]:
-    """The records of a file that a killed run may have left with half a last line; [] if there is none."""
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            validate_record(record)
-        except ValueError as error:
-            if number == len(lines):  # never finished: its run is done again, and appending cuts it off
-                break
-            raise ValueError(f"--resume: {path}, line {number}: not a result record: {error}") from error
-        records.append(record)
-    return records
+    return record["name"], record["metric"], record["labels"], record.get("run"), record.get("sources")

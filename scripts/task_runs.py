@@ -19,7 +19,7 @@ from analysis.results import Record, make_record
 from scripts.batch_sizes import BatchSizes
 from scripts.lm_eval_tasks import Benchmark, progress_bars
 from scripts.model_loading import LoadedModel, ModelOptions
-from scripts.run_records import RecordBook, execution_of, selection_labels
+from scripts.run_records import RecordBook, execution_of, selection_labels, sources_of
 from sparse_predictor.selection import Selection, remove_sparsity
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ def _run(
     loaded = model.loaded
     labels = {**labels, **selection_labels(selection, loaded.model.config.num_hidden_layers)}
     asked = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": limit}
+    sources = sources_of(loaded, selection)
     there = [
         record
-        for record in book.find("accuracy", labels, unknown=OF_THE_TASK)
+        for record in book.find("accuracy", labels, unknown=OF_THE_TASK, sources=sources)
         if asked.items() <= record.get("run", {}).items()
     ]
     if there and len({_metric(record) for record in there}) == there[0]["run"]["num_records"]:
@@ -120,6 +121,7 @@ def _run(
                 achieved=done,
                 timing=timing,
                 run={**asked, "num_records": len(values)},
+                sources=sources,
                 **kept,
             )
         )

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,20 @@ class DensityBudget:
 
 
 def predictors_id(directory: Path) -> str:
-    """Twelve hex digits that name a directory of predictors: a hash of its manifest."""
-    return hashlib.sha256((directory / "manifest.json").read_bytes()).hexdigest()[:12]
+    """Twelve hex digits that name what is in a directory of predictors, manifest and tensors."""
+    files = sorted(path for path in directory.iterdir() if path.suffix in (".json", ".safetensors"))
+    return _id_of(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
+
+
+@cache
+def _id_of(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, size, _ in files:
+        digest.update(f"/{path.name}:{size}/".encode())
+        with path.open("rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()[:12]
 
 
 def read_budget(path: Path) -> DensityBudget:

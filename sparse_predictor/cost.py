@@ -9,10 +9,10 @@ from torch import Tensor
 
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.sparsity import BLOCKS, Block, BlockStats, Reduce, SparsityStats
+from modules.sparsity import BLOCKS, Block, Reduce, SparsityStats
 from sparse_predictor.selection import Method, Selection
 from sparse_predictor.selectors import PredictorSelector
-from sparse_predictor.thinning import is_thinning, thins_attention
+from sparse_predictor.thinning import is_thinning
 
 
 def _alone(counts: Tensor) -> Tensor:
@@ -103,8 +103,6 @@ def achieved(model: Decoder, selection: Selection, own_stats: SparsityStats, red
     """Of a sparse run, all ranks together (a collective call under `reduce`): densities by layer and their means,
     calls by path, and the shares of bytes read. Where inputs are thinned out, densities are shares of weights used."""
     stats, method = own_stats.summed(model.config.num_hidden_layers, reduce), selection.method
-    if is_thinning(method):
-        stats = _with_thinned_calls(stats, selection)
     per_layer = {block: stats.densities(block) for block in BLOCKS}
     if is_thinning(method):
         per_layer = {block: thinned_densities(model, reduce, block) for block in BLOCKS}
@@ -118,15 +116,3 @@ def achieved(model: Decoder, selection: Selection, own_stats: SparsityStats, red
         "bytes_read_share": mlp_bytes_share(model, method, stats, reduce),
         "layer_bytes_share": layer_bytes_share(model, method, stats, reduce),
     }
-
-
-def _with_thinned_calls(stats: SparsityStats, selection: Selection) -> SparsityStats:
-    """Inputs are masked inside the matmuls of blocks that have no selector, and so count as dense calls: turned into
-    masked ones. With sparse phases `decode` the dense calls are those of prompts, and stay."""
-    found = SparsityStats()
-    for (layer, block), calls in stats.blocks.items():
-        executions = dict(calls.executions)
-        if selection.sparse_phases == "all" and (block == "mlp" or thins_attention(selection.method)):
-            executions = {"dense": 0, "gather": 0, "mask": executions["dense"]}
-        found.blocks[layer, block] = BlockStats(calls.active, calls.total, executions, calls.is_first)
-    return found

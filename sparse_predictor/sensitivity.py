@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.decoder import Decoder
+from modules.projections import ThinnedInput
 from modules.sparsity import BLOCKS, Block
 from sparse_predictor.budgets import DensityBudget, Place
 from sparse_predictor.refine import divergence_and_gradient
@@ -55,6 +56,9 @@ def sparse_parts(
             attach_selection(model, replace(selection, density_budget=DensityBudget(densities=alone)))
             for layer in range(num_layers):
                 parts = parts_of(model, (layer, block))
+                for part in parts.values():
+                    if isinstance(part, ThinnedInput):
+                        part.input_major = None  # copies for decode kernels, which nothing here runs
                 found.setdefault((layer, block), {})[density] = {
                     **parts,
                     SELECTOR: setting_threshold(parts[SELECTOR], density),

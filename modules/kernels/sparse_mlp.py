@@ -218,7 +218,7 @@ if triton is not None:
 
 
 def tuning_of(weight: Tensor, rows: int, num_matrices: int) -> Tuning:
-    """Fastest in whole steps, H100 and H200; `num_matrices` 2 or 3: (gate,) up, down."""
+    """Fastest in whole steps, H100 and H200 (two wide matrices: H200 only); `num_matrices`: (gate,) up, down."""
     if rows > 1:
         return Tuning(units=1, num_warps=8 if rows <= 2 else 16, programs_per_sm=2 if rows <= 2 else 1)
     if weight.shape[1] * weight.itemsize <= 6144:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modules.decoder import Decoder
+from modules.mlp import MAX_FUSED_SPARSE_ROWS
 from modules.sparsity import BLOCKS
 from scripts.benchmark.achieved import Achieved
 from sparse_predictor.selection import Method
@@ -29,10 +30,10 @@ def step_bytes(
     model: Decoder, method: Method, achieved: Achieved, *, batch_size: int, mean_length: float, dense_bytes: int
 ) -> StepBytes:
     """Of a step with `mean_length` cached positions a row. Weights are read once for all rows of the batch (the union
-    of their units); an inactive group's keys and values are not read, each row for itself. `dense_bytes`: what a dense
-    step reads of the weights."""
+    of their units; all of an MLP's where more rows than `MAX_FUSED_SPARSE_ROWS` take a mask); an inactive group's keys
+    and values are not read, each row for itself. `dense_bytes`: what a dense step reads of the weights."""
     config, itemsize, num_layers = model.config, model.dtype.itemsize, model.config.num_hidden_layers
-    union = achieved.unions
+    union = achieved.unions if batch_size <= MAX_FUSED_SPARSE_ROWS else {**achieved.unions, "mlp": 1.0}
     # CATS reads its gate whole to choose the rest.
     mlp_share = (1.0 + 2.0 * union["mlp"]) / 3.0 if method == "cats" else union["mlp"]
     query_weights = 2 * config.hidden_size * config.num_attention_heads * config.head_dim  # and the output's

@@ -76,6 +76,18 @@ def test_the_statement_changes_with_the_records() -> None:
     assert "measured there from 30 % to 70 %. Interpolated" in text
 
 
+def test_rivals_of_one_point_are_compared_there_and_nowhere_else() -> None:
+    alone = [record("teal", 0.5, 0.1), record("static", 0.5, 5.0)]
+    text = statement(curves_of(compare([*records("predictor"), *alone])))
+    assert (
+        "measured there nowhere; teal, measured there only, is ahead of it at 50 %; static, measured there only, is "
+        in text
+    )
+    assert (
+        "behind it at 50 %; no other method was measured from 35 % to 70 %; the predictor was not measured from" in text
+    )
+
+
 def test_the_table_interpolates_logarithms_between_points_only() -> None:
     (table,) = equal_bytes_tables(records())
     assert table.columns == ("MLP bytes read", "predictor", "cats", "teal", "random")

@@ -152,5 +152,11 @@ def test_counts_that_lie_evenly_in_memory_are_a_view_and_others_a_copy(num_rows:
     found = _side_by_side(evenly)
     assert torch.equal(found, torch.stack(evenly)) and found.data_ptr() == evenly[0].data_ptr()
     other = torch.full((num_rows,), 7, dtype=torch.int32)
-    for counts in ([*evenly, memory[8, 1 : 1 + num_rows]], [*evenly, other], [other], [other[:1].expand(num_rows)] * 2):
+    for counts in (
+        [*evenly, memory[8, 1 : 1 + num_rows]],
+        [*evenly, other],
+        [other],
+        evenly[::-1],
+        [other[:1].expand(num_rows)] * 2,
+    ):
         assert torch.equal(_side_by_side(counts), torch.stack(counts))

@@ -115,6 +115,29 @@ def without_times(path: Path) -> list[Record]:
 
 
 # At the start, after a perplexity without its speed, within a task's records (dense and sparse), at the end.
+
+
+def test_a_resumed_sweep_does_not_take_another_text_or_budget_for_its_own(folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "window": 32,
+        "mlp_density": (1.0,),
+        "resume": True,
+        "corpus": str(tmp_path / "text.jsonl"),
+    }
+    for idx, first_density in enumerate((0.3, 0.9)):
+        budget = tmp_path / str(idx) / "budget.json"
+        budget.parent.mkdir()
+        budget.write_text(json.dumps({"mlp": [first_density, *[1.2 - first_density] * 2]}))
+        write_corpus(tmp_path / "text.jsonl", [[5 + i % 70 for i in range(80)]])
+        evaluate(folder, tmp_path / "r.jsonl", **changes, density_budget=budget)
+    write_corpus(tmp_path / "text.jsonl", [[6 + i % 70 for i in range(80)]])
+    evaluate(folder, tmp_path / "r.jsonl", **changes)
+    found = read_records(tmp_path / "r.jsonl")
+    assert [record["labels"]["method"] for record in found] == ["dense", "random", "random", "dense", "random"]
+    assert found[1]["achieved"]["per_layer"] != found[2]["achieved"]["per_layer"]
+    assert found[0]["value"] != found[3]["value"] and found[0]["sources"]["text"] != found[3]["sources"]["text"]
+
+
 @pytest.mark.parametrize("kept", [0, 2, 4, 8, 9, "all"])
 def test_a_resumed_sweep_is_an_uninterrupted_one(
     folder: Path, sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int | str

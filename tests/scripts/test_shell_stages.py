@@ -77,7 +77,7 @@ def test_a_sweep_is_one_evaluation_into_one_file_and_its_report(checkout: Path) 
     assert done.returncode == 0, done.stderr
     assert "--sweep" not in evaluate
     for flags in (
-        "--method dense oracle predictor cats teal wina griffin static random --mlp-density 0.7 0.5 0.3",
+        "--method dense oracle predictor teal teal-all wina griffin static random cats --mlp-density 0.7 0.5 0.3",
         "--tasks perplexity,zero-shot,arithmetic_words --resume",
         "--corpus self",
         "--max-tokens 24576",
@@ -88,6 +88,15 @@ def test_a_sweep_is_one_evaluation_into_one_file_and_its_report(checkout: Path) 
     assert summarize == f"-m scripts.summarize {report}"
     printed = [shlex.split(line)[2:] for line in done.stderr.splitlines() if line.startswith("+ ")]
     assert printed == [evaluate.split(), summarize.split()]
+
+
+def test_a_sweep_of_a_model_without_gates_leaves_cats_out(checkout: Path) -> None:
+    (checkout / "outputs/opt-125m/checkpoint").mkdir(parents=True)
+    (checkout / "outputs/opt-125m/checkpoint/config.json").write_text("{}")
+    done = run_shell_stage(checkout, "evaluate", "OPT-125M", "--sweep", PYTHON=str(checkout / "stub"))
+    assert done.returncode == 0, done.stderr
+    evaluate = (checkout / "calls").read_text().splitlines()[0]
+    assert " oracle predictor teal " in evaluate and "cats" not in evaluate
 
 
 def test_flags_after_sweep_replace_its_own(checkout: Path) -> None:

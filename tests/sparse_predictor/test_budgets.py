@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -146,3 +147,12 @@ def test_thresholds_of_a_budget_are_used_by_its_method_with_its_predictors_only(
     with pytest.raises(ValueError, match="it has thresholds, but these neurons are not chosen by one"):
         attach_selection(model, selection("predictor", trained("topk"), 0.5, density_budget=topk))
     remove_sparsity(model)
+
+
+def test_predictors_are_named_by_what_they_hold(trained: Trained, tmp_path: Path) -> None:
+    shutil.copytree(trained(), tmp_path / "same")
+    assert predictors_id(tmp_path / "same") == predictors_id(trained())
+    file = next((tmp_path / "same").glob("layer_*_mlp.safetensors"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert predictors_id(tmp_path / "same") != predictors_id(trained())
