@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from typing import Any
 
 from analysis.comparison import Comparison, compare, group_by_task, method_rank
 from analysis.formatting import Table, format_ratio
@@ -21,6 +22,7 @@ LOW, HIGH = 0.3, 0.7
 SHOWN_BYTES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
 # Oracle knows the outputs that it saves, so it is a bound and not a method; dense reads everything.
 NOT_RIVALS = ("dense", "oracle")
+SAME_TEXT = ("dtype", "num_tokens", "window", "stride")
 TOLERANCE = 1e-9
 SAME_BYTES = 5e-4  # how many neurons are kept is rounded, so a density of 0.3 may read 0.3001
 
@@ -70,20 +72,31 @@ class Stretch:
 def equal_bytes_tables(records: Sequence[Record]) -> list[Table]:
     """Tables by model and text: interpolated ratios to dense at the same bytes, and under it who is ahead where.
 
-    None for records without a predictor and a rival of it.
+    None for records without a predictor and a rival of it at the same bytes.
     """
     tables = []
-    for (model, task, metric), rows in group_by_task(compare(records)).items():
+    for (model, task, metric), alike in group_by_task(compare(records)).items():
         if metric != "perplexity":
             continue
-        axes = [MLP_BYTES, *([LAYER_BYTES] if any(row.head_density < 1 for row in rows) else [])]
-        tables += [table for axis in axes for table in _table(f"{model}, {task}", axis, curves_of(rows, axis))]
+        texts: dict[tuple[Any, ...], list[Comparison]] = {}  # another text, or precision, has another dense model
+        for row in alike:
+            texts.setdefault(tuple(row.labels.get(label) for label in SAME_TEXT), []).append(row)
+        for text, rows in texts.items():
+            told = [f"{label.replace('_', ' ')} {value}" for label, value in zip(SAME_TEXT, text, strict=True)]
+            subject = ", ".join([model, task, *(told if len(texts) > 1 else [])])
+            axes = [MLP_BYTES, *([LAYER_BYTES] if any(row.head_density < 1 for row in rows) else [])]
+            tables += [table for axis in axes for table in _table(subject, axis, curves_of(rows, axis))]
     return tables
 
 
 def _table(subject: str, axis: Axis, curves: Sequence[Curve]) -> list[Table]:
     methods = _methods(curves)
-    if "predictor" not in methods or len(methods) == 1:
+    if not any(
+        curve.at(share) is not None and lowest(curves, "predictor", share) is not None
+        for curve in curves
+        for share in SHOWN_BYTES
+        if curve.method != "predictor"
+    ):
         return []
     lines = [[format_ratio(_exp(lowest(curves, method, share))) for method in methods] for share in SHOWN_BYTES]
     return [
@@ -166,8 +179,8 @@ def statement(curves: Sequence[Curve], axis: Axis = MLP_BYTES) -> str:
         verb = "is" if len(ahead or ()) == 1 else "are"
         text.append(f"{' and '.join(ahead or ())} {verb} ahead of it {' and '.join(at)}")
     for method, share in _single_points(curves):
-        ahead = method in (_ahead(curves, share) or ())
-        text.append(f"{method}, measured there only, is {'ahead of' if ahead else 'behind'} it at {_percent(share)}")
+        place = "ahead of" if method in (_ahead(curves, share) or ()) else "behind"
+        text.append(f"{method}, measured there only, is {place} it at {_percent(share)}")
     text += [f"no other method was measured {' and '.join(alone)}"] if alone else []
     text += [f"the predictor was not measured {' and '.join(unknown)}"] if unknown else []
     limits = [_limits(curves, method) for method in _methods(curves)]

@@ -99,7 +99,13 @@ def main(options: Options) -> list[Record]:
     book = RecordBook(options.output, loaded.mesh, resume=options.resume)
     labels = model_labels(loaded, options, options.density_budget)
     records = perplexity_records(loaded, documents, options, selections, labels, book) if documents else []
-    return records + benchmark_records(loaded, benchmarks, options, selections, labels, book, limit=options.limit)
+    records += benchmark_records(loaded, benchmarks, options, selections, labels, book, limit=options.limit)
+    if loaded.mesh.rank == 0:
+        for record in records:
+            task, method, density = (record["labels"].get(label) for label in ("task", "method", "mlp_density"))
+            logger.info(f"{task}, {method} {density:g}: {record['metric']} {record['value']:.4g} {record['unit']}")
+        logger.info(f"{len(records)} records in {options.output}; scripts.summarize makes tables and plots of them")
+    return records
 
 
 if __name__ == "__main__":

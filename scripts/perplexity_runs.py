@@ -62,18 +62,19 @@ def check_options(options: PerplexityOptions) -> None:
     for name, least in LEAST.items():
         if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    if parse_corpus(options.corpus, side="test").kind == "self" and options.max_tokens is None:
-        raise ValueError("--corpus self has no end; say with --max-tokens how much of it to score")
+    is_bounded = options.max_tokens is not None or options.max_windows is not None
+    if parse_corpus(options.corpus, side="test").kind == "self" and not is_bounded:
+        raise ValueError("--corpus self has no end; say with --max-tokens or --max-windows how much of it to score")
 
 
 def read_documents(loaded: LoadedModel, options: PerplexityOptions) -> list[list[int]]:
     """The text to score, as token ids (a collective call); ValueError if ranks read different ones."""
     model = loaded.model
-    writer = loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens)
     # So many windows hold at most so many tokens; a hub corpus is not read any further.
     enough = None if options.max_windows is None else options.max_windows * options.window
     max_tokens = min((limit for limit in (options.max_tokens, enough) if limit is not None), default=None)
     check_window(model, options.window)
+    writer = loaded.self_writer(quiet=options.quiet, max_tokens=max_tokens)
     texts = iter_documents(options.corpus, side="test", self_writer=writer)
     limits = {"max_tokens": max_tokens, "vocab_size": model.config.vocab_size}
     documents = list(token_documents(loaded.tokenizer, texts, **limits))

@@ -88,6 +88,17 @@ def test_rivals_of_one_point_are_compared_there_and_nowhere_else() -> None:
     )
 
 
+def test_only_runs_over_the_same_text_are_compared() -> None:
+    def of(num_tokens: int, *methods: str) -> list[Record]:
+        chosen = records(*methods)
+        return [{**one, "labels": {**one["labels"], "num_tokens": num_tokens}} for one in chosen]
+
+    assert equal_bytes_tables([*of(100, "predictor"), *of(200, "teal")]) == []
+    tables = equal_bytes_tables([*of(100, "predictor", "cats"), *of(200, "predictor", "teal")])
+    assert [table.columns[1:] for table in tables] == [("predictor", "cats"), ("predictor", "teal")]
+    assert "num tokens 100" in tables[0].title and "num tokens 200" in tables[1].title
+
+
 def test_the_table_interpolates_logarithms_between_points_only() -> None:
     (table,) = equal_bytes_tables(records())
     assert table.columns == ("MLP bytes read", "predictor", "cats", "teal", "random")
