@@ -70,6 +70,8 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> Started:
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     inherited |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # As the shell stages do: torch prints a C++ backtrace for each connection that a failing rank cuts, or does not.
+    inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Files, not pipes: nobody reads while the ranks run, and a full pipe would stop them.
     stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (closed once read)
     process = subprocess.Popen(command, cwd=REPOSITORY, env={**inherited, **environment}, stdout=stdout, stderr=stderr)

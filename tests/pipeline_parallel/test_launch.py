@@ -29,7 +29,7 @@ ANSWERS = [f"answer {number} of rank {rank}" for rank in range(3) for number in 
 
 
 def start(case: str, folder: Path, world_size: int, *, ready: bool = True) -> list[Started]:
-    ranks = start_ranks([TOY, "--case", case, "--folder", str(folder)], world_size, {"TORCH_CPP_LOG_LEVEL": "ERROR"})
+    ranks = start_ranks([TOY, "--case", case, "--folder", str(folder)], world_size)
     if ready:
         wait_until_ready(folder, world_size)
     return ranks
