@@ -68,7 +68,7 @@ class Attention(nn.Module):
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         if active is None:
             forward_pass.count(context, self.num_units, path_without_a_choice(self.thinned_parts()), None)
-            return self.o_proj(self.head_outputs(dense_heads()).flatten(2))
+            return forward_pass.partial(self.o_proj, self.head_outputs(dense_heads()).flatten(2))
         # One new token a row and few rows: skip. The union of the rows' groups is gathered on the host side,
         # which on a GPU would stall the stream; there several rows share one masked pass.
         gather = tokens == 1 and batch <= (MAX_GATHER_ROWS if hidden_states.device.type == "cpu" else 1)

@@ -255,6 +255,7 @@ class Decoder(nn.Module):
             cache_end=end,
             stats=self.stats,
             max_lookahead=self.max_lookahead,
+            partial_memory=getattr(self.add_norm, "memory", None),
         )
 
     def check_context(self, num_positions: int) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modules.kv_cache import KVCache
+from modules.projections import OutputProjection
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class ForwardPass:
     """Shared by all half-blocks of one call of the decoder.
 
     positions [B, T] int64; valid [B, T] bool (False: padding) or None when every token is real;
-    attention_mask [B, 1, T, S] (0 or -inf) or None for plain causal attention; cos, sin as `RotaryPositions.cos_sin`.
+    attention_mask [B, 1, T, S] (0 or -inf) or None for plain causal attention; cos, sin as `RotaryPositions.cos_sin`;
+    partial_memory(rows) [rows, D] is where the ranks of a layer read each other's partial sums, or None.
     """
 
     phase: Phase
@@ -33,6 +35,7 @@ class ForwardPass:
     cache_end: int
     stats: SparsityStats | None
     max_lookahead: int
+    partial_memory: Callable[[int], Tensor | None] | None = None
     fused: FusedDecode | None = None  # what the kernels of a fused decode step share
     inputs: dict[Block, dict[int, Tensor]] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
 
@@ -73,6 +76,12 @@ class ForwardPass:
             earlier_inputs={},
             dense_output=dense_output,
         )
+
+    def partial(self, projection: nn.Module, states: Tensor) -> Tensor:
+        """A block's part of the residual sum, projection(states) [B, T, D], left where it will be read."""
+        if self.partial_memory is None or not isinstance(projection, OutputProjection) or torch.is_grad_enabled():
+            return projection(states)
+        return projection(states, self.partial_memory(states.shape[:-1].numel()))
 
     def count(
         self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | ActiveList | None

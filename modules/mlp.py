@@ -51,7 +51,7 @@ class Mlp(nn.Module):
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         if active is None:
             forward_pass.count(context, self.num_units, path_without_a_choice(self.thinned_parts()), None)
-            return self.down_proj(self.activations(self.intermediate(hidden_states)))
+            return forward_pass.partial(self.down_proj, self.activations(self.intermediate(hidden_states)))
         gather = hidden_states.shape[:2].numel() <= MAX_GATHER_ROWS and not self.force_mask
         forward_pass.count(context, self.num_units, "gather" if gather else "mask", active)
         output = self._gathered(hidden_states, active) if gather else self._masked(hidden_states, active)
@@ -86,7 +86,7 @@ class Mlp(nn.Module):
                 output = output + of_standin(states.normed(), active.standin)[:, None]
             return output if active.compensation is None else output + active.compensation[:, None]
         if isinstance(down, ThinnedInput) or (active is None and len(states.partial) > MAX_FUSED_DENSE_ROWS):
-            return down(activations())
+            return forward_pass.partial(down, activations())
         output = sparse_mlp(
             states,
             None if self.gate_proj is None else self.gate_proj.weight,

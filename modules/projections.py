@@ -9,11 +9,14 @@ from modules.kernels.thinned_entries import kept_entries
 from modules.sparsity import Count
 
 
-def project(states: Tensor, weight: Tensor) -> Tensor:
-    """[..., in] @ [in, out]. What a GPU sums up in float32 it hands out in float32, whatever the weights' type.
+def project(states: Tensor, weight: Tensor, memory: Tensor | None = None) -> Tensor:
+    """[..., in] @ [in, out]. What a GPU sums up in float32 it hands out in float32, whatever the weights' type; unless
+    it is to be left in `memory` [rows, out], in the type that this has.
 
     Rounded to half precision, two nearly equal logits, or the partial sums of two ranks, would no longer be told apart.
     """
+    if memory is not None:
+        return torch.mm(states.flatten(0, -2), weight, out=memory).unflatten(0, states.shape[:-1])
     if states.is_cuda and states.dtype.itemsize == 2 and not torch.is_grad_enabled():
         return torch.mm(states.flatten(0, -2), weight, out_dtype=torch.float32).unflatten(0, states.shape[:-1])
     return torch.matmul(states, weight)
@@ -46,9 +49,9 @@ class OutputProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, states: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        return project(states, self.weight)
+    def forward(self, states: Tensor, memory: Tensor | None = None) -> Tensor:
+        """[..., in_features] -> [..., out_features], in `memory` [rows, out_features] if that is given."""
+        return project(states, self.weight, memory)
 
 
 class ThinnedInput(nn.Module):

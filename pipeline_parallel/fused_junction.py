@@ -60,6 +60,10 @@ class JunctionOperator(Protocol):
         """Start a forward pass."""
         ...
 
+    def memory(self, num_tokens: int) -> Tensor:
+        """[num_tokens, D] of `dtype`: a partial sum that the next call finds there is not copied."""
+        ...
+
     def __call__(
         self,
         partial: Tensor,
@@ -91,6 +95,10 @@ class SymmetricOperator:
         """See JunctionOperator."""
         begin(self.workspace)
 
+    def memory(self, num_tokens: int) -> Tensor:
+        """See JunctionOperator."""
+        return self.workspace.partial(num_tokens)
+
     def __call__(
         self,
         partial: Tensor,
@@ -101,7 +109,12 @@ class SymmetricOperator:
         max_programs: int | None,
     ) -> tuple[Tensor, Tensor]:
         """See JunctionOperator."""
-        self.workspace.partial(len(partial)).copy_(partial)
+        own, memory = None, self.memory(len(partial))
+        if partial.data_ptr() != memory.data_ptr():
+            if strategy == "one-shot" and partial.is_contiguous():
+                own = partial
+            else:
+                memory.copy_(partial)
         return all_reduce_norm(
             self.workspace,
             len(partial),
@@ -112,6 +125,7 @@ class SymmetricOperator:
             kind="none" if norm is None else norm.kind,
             eps=0.0 if norm is None else norm.eps,
             strategy=strategy,
+            own=own,
             max_programs=max_programs,
         )
 
@@ -174,6 +188,10 @@ class FusedAddNorm:
         hidden = hidden.clone() if self.keeps_states() else hidden
         return hidden.view(shape), residual.view(self.residual_shape(shape))
 
+    def memory(self, num_tokens: int) -> Tensor | None:
+        """Where the next sum of so many tokens is best left, [num_tokens, D]; None: anywhere."""
+        return None if self._strategy((num_tokens, 0)) == "nccl" else self.operator.memory(num_tokens)
+
     def residual_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
         """Of the residual between half-blocks of hidden states [..., D] of this shape."""
         if self._strategy(shape) != "two-shot":
@@ -218,7 +236,7 @@ def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> 
     if problem is not None and choice == "fused":
         raise ValueError(f"--all-reduce fused: {problem}")
     if problem is not None or workspace is None:
-        logger.info(f"--all-reduce auto: NCCL, since {problem}")
+        logger.info(f"--all-reduce auto: {describe_all_reduce(model)}, since {problem}")
         return
     strategy_for = strategy_of(table, may_be_nccl=choice == "auto")
     model.add_norm = FusedAddNorm(
@@ -249,16 +267,16 @@ def measured_tables(device: str, ranks: int, hidden_size: int) -> dict[str, Choi
 def why_not_fused(model: Decoder, mesh: ParallelMesh) -> str | None:
     """What keeps a model from the fused junction; None: nothing (a collective call of the tensor-parallel group)."""
     hidden_size = model.config.hidden_size
-    if not model.config.pre_norm:
-        return "it takes pre-norm models"
-    if model.dtype not in DTYPES:
-        return f"it takes bfloat16 and float16, and the weights are {model.dtype}"
     if mesh.device.type != "cuda":
-        return f"it needs GPUs that share memory, and the model is on {mesh.device.type}"
+        return f"the fused kernel needs GPUs that share memory, and the model is on {mesh.device.type}"
+    if not model.config.pre_norm:
+        return "the fused kernel takes pre-norm models"
+    if model.dtype not in DTYPES:
+        return f"the fused kernel takes bfloat16 and float16, and the weights are {model.dtype}"
     if mesh.tp_size > MAX_RANKS or hidden_size > MAX_HIDDEN_SIZE or hidden_size % HIDDEN_SIZE_STEP:
         return (
-            f"it takes up to {MAX_RANKS} ranks, and hidden sizes that are multiples of {HIDDEN_SIZE_STEP} up to "
-            f"{MAX_HIDDEN_SIZE}, not {mesh.tp_size} ranks of {hidden_size}"
+            f"the fused kernel takes up to {MAX_RANKS} ranks, and hidden sizes that are multiples of "
+            f"{HIDDEN_SIZE_STEP} up to {MAX_HIDDEN_SIZE}, not {mesh.tp_size} ranks of {hidden_size}"
         )
     assert mesh.tp_group is not None
     said = gatherer(mesh.tp_group)((socket.gethostname(), why_multicast_is_unclear()))

@@ -119,6 +119,7 @@ class Overlap:
         model, span = self.model, self.model.span
         for place, half in enumerate(halves):
             embedded = model.embeddings(half.token_ids, half.forward_pass.positions)
+            half.forward_pass.partial_memory = getattr(self.junctions[place], "memory", None)
             self._reduce(half, embedded, model.first_norm, None, self._junction(place, span.start - 1, point))
         for idx in span:
             half_block = model.half_blocks[idx]
@@ -238,6 +239,8 @@ def choose_overlap(model: Decoder, mesh: ParallelMesh, tokens: OverlapTokens) ->
         problem = f"{mesh.pp_size} pipeline stages hand on whole passes"
     elif len(set(mesh.gather((tokens, repr(points))))) > 1:
         problem = "the ranks differ in what was measured for them"
+    elif tokens == "auto" and not points and mesh.device.type != "cuda":
+        problem = f"that is for GPUs, and the model is on {mesh.device.type}"
     elif tokens == "auto" and not points:
         problem = f"nothing was measured for these GPUs (scripts.benchmark.prefill --tune-splits --output {path} does)"
     if problem is not None:

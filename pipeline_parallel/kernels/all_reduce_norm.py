@@ -14,9 +14,10 @@ or float16; D a multiple of 8 up to 16384; all contiguous.
 Transports: peer to peer, or multimem (two-shot only, sm_90 and later, where NVLink has multicast), in which the switch
 adds up a load over all ranks and hands a store to all of them.
 
-Rounding: each half-block's partial sum is rounded once to the workspace's type, by whoever writes it. Peer to peer they
-are added in float32 in order of ranks. multimem adds in float32 in an order that is not stated and rounds that sum once
-more to the workspace's type (in float16 it may overflow). Statistics are float32; hidden is rounded once, at the end.
+Rounding: each half-block's partial sum is rounded once to the workspace's type, by whoever writes it: a matrix product
+that ends there, or in one-shot this kernel, from `own`, which saves a kernel for the copy. Peer to peer they are added
+in float32 in order of ranks. multimem adds in float32 in an order that is not stated and rounds that sum once more to
+the workspace's type (in float16 it may overflow). Statistics are float32; hidden is rounded once, at the end.
 Every rank has the same hidden, bit for bit: in two-shot it was computed once; in one-shot the order of the sum is the
 same everywhere, which is why that one is always peer to peer.
 
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from modules.kernels.add_norm import DTYPES, KINDS, reference_add_norm
 from modules.kernels.arguments import check_tensors
+from modules.kernels.deferred_norm import dependent_launch
 from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, launch_shape, owned_rows
 from pipeline_parallel.kernels.workspace import Workspace, check_num_tokens
 
@@ -65,18 +67,10 @@ def reference_all_reduce_norm(
 
 
 if triton is not None:
+    from modules.kernels.deferred_norm import wait_for_inputs
     from pipeline_parallel.kernels.barrier import barrier, barrier_kernel, signal, wait
     from pipeline_parallel.kernels.multimem import load_sum, store_to_all
-
-    @triton.jit
-    def pointers_of(table, like, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """A tuple of the addresses in `table`, as pointers of the type of `like`."""
-        pointers = ()
-        for rank in tl.static_range(WORLD_SIZE):
-            pointer = tl.load(table + rank).to(like.dtype)
-            # A number tells nothing of its alignment, and without that a load takes 2 bytes at a time.
-            pointers = pointers + (tl.multiple_of(pointer, 16),)  # type: ignore[assignment]
-        return pointers
+    from pipeline_parallel.kernels.peers import pointers_of
 
     @triton.jit(do_not_specialize=["first_partial_row", "first_hidden_row", "num_rows", "rank", "tag"])
     def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
@@ -85,6 +79,7 @@ if triton is not None:
         signal_pointers,
         multicast_partials,  # addresses, or 0 peer to peer
         multicast_hidden,
+        own,  # [T, D], this rank's part, to be put among the partials; None: it is there. One-shot only
         hidden,  # [T, D], this rank's
         residual,  # [rows of this rank, D] float32 or None
         weight,  # [D] or None, as the next two
@@ -104,13 +99,22 @@ if triton is not None:
         TWO_SHOT: tl.constexpr,
         TRANSPORT: tl.constexpr,  # "p2p" or "multimem"
         SIGNALS: tl.constexpr,  # as in barrier
+        PDL: tl.constexpr,
     ):
         """Grid: any number of programs, the same on all ranks; program i takes rows i, i + programs, ... of a rank."""
-        # The signal goes out first: it says that the kernels before this one are done, the writer of the partials too.
-        signalled = signal(signal_pointers, tl.program_id(0), rank, tag, WORLD_SIZE, SIGNALS)
+        wait_for_inputs(PDL)
         program = tl.program_id(0).to(tl.int64)
         stride = tl.num_programs(0)
         columns = tl.arange(0, BLOCK)
+        if own is not None:
+            partials = tl.multiple_of(tl.load(partial_pointers + rank).to(hidden.dtype), 16)
+            for row in range(program, num_rows, stride):  # those that this program's peers read
+                part = tl.load(own + row * HIDDEN_SIZE + columns, mask=columns < HIDDEN_SIZE)
+                place = partials + (first_partial_row + row) * HIDDEN_SIZE + columns
+                tl.store(place, part.to(hidden.dtype.element_ty), mask=columns < HIDDEN_SIZE)
+            tl.debug_barrier()  # what the other threads have written comes before the signal
+        # It says that the kernels before this one are done, too, among them who else has written the partials.
+        signalled = signal(signal_pointers, tl.program_id(0), rank, tag, WORLD_SIZE, SIGNALS)
         # Registers do not suffice to hold them so long where rows or ranks are many.
         VECTORS_FIRST: tl.constexpr = BLOCK <= 8192 and WORLD_SIZE <= 4
         sources = pointers_of(partial_pointers, hidden, WORLD_SIZE)
@@ -182,11 +186,13 @@ def all_reduce_norm(
     kind: str,
     eps: float,
     strategy: str,
+    own: Tensor | None = None,
     max_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(hidden, new_residual) of the equation above (a collective call: T, strategy and options the same on all ranks).
 
-    The partial sums are what `workspace.partial(num_tokens)` held on each rank. hidden [T, D] lies in symmetric memory
+    The partial sums are what `workspace.partial(num_tokens)` held on each rank, or in one-shot `own` [T, D], float32 or
+    half precision, which this rank may give instead. hidden [T, D] lies in symmetric memory
     and is good until the next call; new_residual is fresh: all T rows in one-shot, `owned_rows` in two-shot, of which
     `residual` has as many. `max_programs` as in `launch_shape`. ValueError on an argument that does not fit. Nothing
     here waits for the device or tunes itself: a CUDA graph can hold it, if what is captured starts with `begin`. Ranks
@@ -195,6 +201,8 @@ def all_reduce_norm(
     for name, value, allowed in (("kind", kind, KINDS), ("strategy", strategy, STRATEGIES)):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    if own is not None and strategy != "one-shot":
+        raise ValueError("own: only one-shot reads what is not in the workspace yet")
     if max_programs is not None and max_programs < 1:
         raise ValueError(f"max_programs must be at least 1, got {max_programs}")
     check_num_tokens(num_tokens, workspace.max_tokens)
@@ -204,6 +212,7 @@ def all_reduce_norm(
     vector = (hidden_size,)
     check_tensors(
         {
+            "own": (own, (num_tokens, hidden_size), DTYPES),
             "residual": (residual, (len(rows), hidden_size), (torch.float32,)),
             "weight": (weight, vector, DTYPES),
             "norm_bias": (norm_bias, vector, DTYPES),
@@ -227,6 +236,7 @@ def all_reduce_norm(
             workspace.signal_pointers,
             multicast,
             multicast + hidden_start if multicast else 0,
+            own,
             workspace.hidden,
             residual,
             weight,
@@ -246,6 +256,7 @@ def all_reduce_norm(
             TWO_SHOT=two_shot,
             TRANSPORT="multimem" if multicast else "p2p",
             SIGNALS=not is_interpreted(),
+            **dependent_launch(workspace.hidden),
             num_warps=num_warps,
             maxnreg=MAX_REGISTERS,
         )

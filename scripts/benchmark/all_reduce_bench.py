@@ -1,7 +1,8 @@
 """Checks and times all-reduce + add + norm at one size, every method on the same numbers.
 
-Every method begins with the partial sums in ordinary memory, where a block leaves them: what copies them into memory
-that peers reach is timed, too. Its result is compared with the equation in float32, and between ranks, before any is
+Every method begins with the partial sums where a block leaves them. For a few rows, which kernels add up, that is
+ordinary memory, and what brings them into memory that peers reach is timed, too; beyond those, a matrix product leaves
+them wherever it is told to. Its result is compared with the equation in float32, and between ranks, before any is
 timed.
 """
 
@@ -17,6 +18,7 @@ from loguru import logger
 from torch import Tensor
 
 from modules.kernels.add_norm import fused_add_norm, reference_add_norm
+from modules.kernels.arguments import MAX_ROWS
 from pipeline_parallel import baseline_all_reduce
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES as OURS
 from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin
@@ -103,9 +105,14 @@ class Methods(Protocol):
     def begin(self) -> None:
         """Ours: a new series of calls, whatever was replayed before (a collective call)."""
 
-    def run(self, method: str, partial: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, method: str, partial: Tensor) -> None:
+        """Put this rank's part of the sum, of which no call is under way, where the method reads it."""
+
+    def run(
+        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(hidden [T, D], new residual [T or the owned rows, D]) of this rank's part of the sum, which may be
-        overwritten (a collective call)."""
+        overwritten (a collective call). `left`: it is where `leave` has put it, too."""
 
     def owned(self, method: str, num_tokens: int) -> slice:
         """Rows of the residual that the method keeps on this rank."""
@@ -133,18 +140,28 @@ class GpuMethods:
     def begin(self) -> None:
         begin(self.workspace)
 
-    def run(self, method: str, partial: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, method: str, partial: Tensor) -> None:
+        if method in OURS:  # whose calls take turns
+            self.workspace.partials[:, : len(partial)] = partial
+        elif method not in (PEER, baseline_all_reduce.UNFUSED, "nccl"):
+            self._symmetric[: len(partial)] = partial
+
+    def run(
+        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
+    ) -> tuple[Tensor, Tensor]:
         num_tokens = len(partial)
         if method in OURS:
-            self.workspace.partial(num_tokens).copy_(partial)
-            return all_reduce_norm(
-                self.workspace, num_tokens, residual, weight, None, None, kind="rms", eps=EPS, strategy=method
-            )
+            own = None if left or method != "one-shot" else partial
+            if not left and own is None:
+                self.workspace.partial(num_tokens).copy_(partial)
+            options: dict[str, Any] = {"kind": "rms", "eps": EPS, "strategy": method, "own": own}
+            return all_reduce_norm(self.workspace, num_tokens, residual, weight, None, None, **options)
         if method == PEER:
             assert self._peer is not None
             return self._peer(partial, residual, weight, EPS)
         if method not in (baseline_all_reduce.UNFUSED, "nccl"):
-            partial = self._symmetric[:num_tokens].copy_(partial)
+            memory = self._symmetric[:num_tokens]
+            partial = memory if left else memory.copy_(partial)
         total = baseline_all_reduce.reduce_by(method, partial, self.group)
         return fused_add_norm(total, residual, weight, None, None, kind="rms", eps=EPS, out_dtype=self.dtype)
 
@@ -195,7 +212,9 @@ class Bench:
         for name in names:
             residual = inputs.residual[methods.owned(name, point.num_tokens)]
             timings[name] = self.time(
-                lambda name=name, residual=residual: methods.run(name, partial, residual, inputs.weight),  # type: ignore[misc]
+                lambda name=name, residual=residual: methods.run(  # type: ignore[misc]
+                    name, partial, residual, inputs.weight, left=is_left(point)
+                ),
                 num_calls(point),
             )
         return timings
@@ -212,7 +231,9 @@ class Bench:
         """ValueError on all ranks if a method does not follow the equation, or ours not alike on all ranks."""
         self.settle()  # torch's own do not say what a rank that is ahead may overwrite
         owned = methods.owned(name, point.num_tokens)
-        hidden, residual = methods.run(name, partial, inputs.residual[owned], inputs.weight)
+        if is_left(point):
+            methods.leave(name, partial)
+        hidden, residual = methods.run(name, partial, inputs.residual[owned], inputs.weight, left=is_left(point))
         errors = (largest_row_error(hidden, expected[0]), largest_row_error(residual, expected[1][owned]))
         kind = "ours" if name in OURS else "others"
         limits = (MAX_ERROR[kind], MAX_RESIDUAL_ERROR[transport_of(name, methods.transport)])
@@ -243,6 +264,11 @@ def transport_of(method: str, transport: str) -> str:
     if method not in OURS:
         return "others"
     return "p2p" if method == "one-shot" else transport
+
+
+def is_left(point: Point) -> bool:
+    """Whether a matrix product leaves the partial sums, which puts them where they are needed."""
+    return point.num_tokens > MAX_ROWS
 
 
 def num_calls(point: Point) -> int:

@@ -12,7 +12,7 @@ from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm, begin
 from tests.pipeline_parallel.kernels import simulated_multicast
-from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right
+from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right, handed_over
 from tests.pipeline_parallel.kernels.shared_ranks import SharedMemory, run_ranks
 
 pytestmark = [
@@ -61,9 +61,9 @@ def run_calls(
                 begin(workspace)
             if rank == slow_rank and call.index % 3 == 0:
                 time.sleep(0.03)
-            workspace.partial(call.num_tokens).copy_(call.partial(rank, hidden_size, dtype))
+            own = handed_over(call, workspace, call.partial(rank, hidden_size, dtype))
             arguments = call.arguments(rank, world_size, hidden_size, dtype)
-            hidden, new_residual = all_reduce_norm(workspace, **arguments, max_programs=MAX_PROGRAMS)
+            hidden, new_residual = all_reduce_norm(workspace, **arguments, own=own, max_programs=MAX_PROGRAMS)
             results.append((hidden.clone(), new_residual))
         return results
 

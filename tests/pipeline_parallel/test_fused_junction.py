@@ -2,6 +2,7 @@
 stay with their owners over all half-blocks and a hand-off, and what comes out is the whole model's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -54,17 +55,17 @@ def test_logits_are_those_of_one_process(
     with torch.inference_mode():
         expected = logits_of(loaded(hf_config, ParallelMesh.single("cpu"), weights), tokens, lengths)
 
-        def run(mesh: ParallelMesh) -> tuple[list[Tensor], list[Any]]:
+        def run(mesh: ParallelMesh) -> tuple[list[Tensor], list[Any], list[bool]]:
             with torch.inference_mode():
                 model = loaded(hf_config, mesh, weights)
                 operator = fuse(model, mesh, strategy_for)
-                return logits_of(model, tokens, lengths), operator.asked
+                return logits_of(model, tokens, lengths), operator.asked, operator.found_in_place
 
         ranks = on_threads(tp_size, pp_size, run)
-    for found, _ in ranks[-tp_size:]:
+    for found, *_ in ranks[-tp_size:]:
         for step, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(step, theirs, rtol=0, atol=2e-5)
-    for rank, (_, asked) in enumerate(ranks):
+    for rank, (_, asked, found_in_place) in enumerate(ranks):
         per_stage = 2 * 3 // pp_size
         first = ["begin", (strategy_for(21), 21, len(owned_rows(21, rank % tp_size, tp_size)))]
         if rank < tp_size:
@@ -72,6 +73,8 @@ def test_logits_are_those_of_one_process(
             assert len(asked) == 3 * (2 + per_stage), "every half-block, and the embeddings, of three passes"
         else:
             assert len(asked) == 3 * per_stage and "begin" not in asked
+        # What a block computes is left where the ranks read it; embeddings are looked up elsewhere.
+        assert found_in_place == 3 * [*([False] if rank < tp_size else []), *[True] * per_stage]
         assert {call[0] for call in asked if call != "begin"} == {strategy_for(21), strategy_for(3)}
 
 
@@ -216,6 +219,27 @@ def test_ranks_that_differ_stay_unfused_together(monkeypatch: pytest.MonkeyPatch
     choose_all_reduce(model, mesh, "auto")
     assert isinstance(model.add_norm, ReducingAddNorm)
     with pytest.raises(ValueError, match="--all-reduce fused: the ranks differ in their GPUs"):
+        choose_all_reduce(model, mesh, "fused")
+
+
+@pytest.mark.parametrize(("device", "library"), [("cpu", "gloo"), ("cuda", "nccl")])
+def test_what_adds_up_instead_is_named_as_it_is_on_that_device(
+    device: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
+    model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh))
+    mesh = replace(mesh, device=torch.device(device))
+    monkeypatch.setattr(Decoder, "device", mesh.device)
+    monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
+    said: list[str] = []
+    monkeypatch.setattr("pipeline_parallel.fused_junction.logger.info", said.append)
+    choose_all_reduce(model, mesh, "auto")
+    reason = {
+        "cpu": "needs GPUs that share memory, and the model is on cpu",
+        "cuda": "takes bfloat16 and float16, and the weights are torch.float32",
+    }[device]
+    assert said == [f"--all-reduce auto: {library}, since the fused kernel {reason}"]
+    with pytest.raises(ValueError, match=f"--all-reduce fused: the fused kernel {reason}"):
         choose_all_reduce(model, mesh, "fused")
 
 

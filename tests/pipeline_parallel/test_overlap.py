@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,16 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
-def test_auto_splits_only_what_was_measured_and_a_number_splits_anyway(measured: Path) -> None:
+def test_auto_splits_only_what_was_measured_and_a_number_splits_anyway(
+    measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, said = chosen("auto", mesh_of(tp_size=2))
     assert model.prefill_driver is None and overlap_tokens(model) == 0
-    assert "--overlap-tokens auto: prefills are not split, since nothing was measured for these GPUs" in said
+    assert said == "--overlap-tokens auto: prefills are not split, since that is for GPUs, and the model is on cpu\n"
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+        _, said = chosen("auto", replace(mesh_of(tp_size=2), device=torch.device("cuda")))
+    assert "prefills are not split, since nothing was measured for these GPUs (scripts.benchmark.prefill --tune" in said
     model, said = chosen(300, mesh_of(tp_size=2))
     assert overlap_tokens(model) == 300 and "prefills of 300 tokens or more are split in two" in said
     measured.rename(split_path("cpu", 2, LLAMA["hidden_size"]))

@@ -29,7 +29,8 @@ class ThreadOperator:
     max_tokens = MAX_TOKENS
     transport = "threads"
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: ParallelMesh, hidden_size: int) -> None:
+        self.hidden_size = hidden_size
         self.group: Any = mesh.tp_group
         self.rank, self.world_size = mesh.tp_rank, mesh.tp_size
         self.mesh = mesh
@@ -37,12 +38,18 @@ class ThreadOperator:
         self.programs: list[int | None] = []
         self.others: list[ThreadOperator] = []
         self.hidden: Tensor | None = None
+        self.left: Tensor | None = None  # where a block was asked to leave its partial sum
+        self.found_in_place: list[bool] = []
 
     def begin(self) -> None:
         self.asked.append("begin")
 
+    def memory(self, num_tokens: int) -> Tensor:
+        self.left = torch.full((num_tokens, self.hidden_size), float("nan"))
+        return self.left
+
     def another(self) -> "ThreadOperator":
-        self.others.append(ThreadOperator(self.mesh))
+        self.others.append(ThreadOperator(self.mesh, self.hidden_size))
         return self.others[-1]
 
     def __call__(
@@ -58,6 +65,7 @@ class ThreadOperator:
         assert residual is None or residual.shape == (len(rows), partial.shape[1])
         self.asked.append((strategy, len(partial), len(rows)))
         self.programs.append(max_programs)
+        self.found_in_place.append(self.left is not None and self.left.data_ptr() == partial.data_ptr())
         mine = slice(rows.start, rows.stop)
         hidden, total = reference_all_reduce_norm(
             torch.stack(self.group.ranks.exchange(self.rank, partial.float().clone()))[:, mine],
@@ -82,7 +90,7 @@ def by_tokens(num_tokens: int) -> str:
 
 
 def fuse(model: Decoder, mesh: ParallelMesh, strategy_for: Callable[[int], str]) -> ThreadOperator:
-    operator = ThreadOperator(mesh)
+    operator = ThreadOperator(mesh, model.config.hidden_size)
     assert isinstance(model.add_norm, ReducingAddNorm)
     model.add_norm = FusedAddNorm(model.add_norm, operator, strategy_for, lambda: model.max_lookahead > 0)
     return operator

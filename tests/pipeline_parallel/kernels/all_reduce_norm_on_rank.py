@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm, begin
 from pipeline_parallel.kernels.workspace import NO_MULTICAST, Workspace, create_workspace
-from tests.pipeline_parallel.kernels.all_reduce_norm_cases import Call
+from tests.pipeline_parallel.kernels.all_reduce_norm_cases import Call, handed_over
 
 TOKEN_COUNTS = (0, 1, 3, 77, 255, 257, 1023, 1025)
 SHAPES = ((24, torch.float16), (3072, torch.bfloat16), (16384, torch.float16))
@@ -42,8 +42,8 @@ def run_call(workspace: Workspace, call: Call, *, late: bool = False) -> tuple[T
     partial = call.partial(workspace.rank, size, dtype).to(device)
     if late:
         torch.cuda._sleep(2_000_000)
-    workspace.partial(call.num_tokens).copy_(partial)
-    hidden, new_residual = all_reduce_norm(workspace, **moved)
+    own = handed_over(call, workspace, partial)
+    hidden, new_residual = all_reduce_norm(workspace, **moved, own=own)
     return hidden.clone(), new_residual
 
 
@@ -73,9 +73,12 @@ def graphs(group: Any, device: torch.device, directory: Path) -> None:
         graph, results = torch.cuda.CUDAGraph(), []
         with torch.cuda.graph(graph):
             begin(workspace)
-            for call, partial in zip(calls, given, strict=True):
-                workspace.partial(count).copy_(partial)
+            for position, (call, partial) in enumerate(zip(calls, given, strict=True)):
                 options: dict[str, Any] = {"kind": "rms", "eps": 1e-5, "strategy": call.strategy}
+                if position == 2:
+                    options["own"] = partial
+                else:
+                    workspace.partial(count).copy_(partial)
                 results.append(all_reduce_norm(workspace, count, None, None, None, None, **options)[0].clone())
         captured[count] = (graph, given, results)
     wrong = torch.zeros((), dtype=torch.bool, device=device)

@@ -83,6 +83,8 @@ def workspace_on_cpu(programs: int = 64) -> Workspace:
         ({"max_programs": 0}, "max_programs must be at least 1, got 0"),
         ({"num_tokens": 6}, "num_tokens 6 is not within the workspace's 0 to 5"),
         ({"num_tokens": -1}, "num_tokens -1 is not within"),
+        ({"own": torch.zeros(3, 47)}, r"own \(3, 47\) is not of shape \(3, 48\)"),
+        ({"own": torch.zeros(3, 48), "strategy": "two-shot"}, "own: only one-shot reads what is not in the workspace"),
         ({"residual": torch.zeros(2, 48)}, r"residual \(2, 48\) is not of shape \(3, 48\)"),
         ({"strategy": "two-shot"}, r"residual \(3, 48\) is not of shape \(1, 48\)"),
         ({"residual": torch.zeros(3, 48, dtype=torch.bfloat16)}, "residual is torch.bfloat16"),
@@ -122,7 +124,9 @@ def test_more_programs_than_the_pad_has_room_for_are_refused(monkeypatch: pytest
         all_reduce_norm(workspace_on_cpu(3), 4, None, **vectors, kind="none", eps=0.0, strategy="one-shot")
 
 
-def compiled(hidden_size: int, world_size: int, strategy: str, transport: str, dtype: str) -> dict[str, str]:
+def compiled(
+    hidden_size: int, world_size: int, strategy: str, transport: str, dtype: str, own: str | None = None
+) -> dict[str, str]:
     """The kernel for sm_90 with every argument given, in each of the compiler's languages; pointers aligned, as from
     torch's allocator."""
     import triton
@@ -131,9 +135,10 @@ def compiled(hidden_size: int, world_size: int, strategy: str, transport: str, d
 
     constants: dict[str, Any] = {"HIDDEN_SIZE": hidden_size, "BLOCK": triton.next_power_of_2(hidden_size)}
     constants |= {"KIND": "rms", "WORLD_SIZE": world_size, "TWO_SHOT": strategy == "two-shot"}
-    constants |= {"TRANSPORT": transport, "SIGNALS": True}
+    constants |= {"TRANSPORT": transport, "SIGNALS": True, "PDL": True}
     types = dict.fromkeys(POINTERS, "*i64") | dict.fromkeys(VECTORS, f"*{dtype}") | dict.fromkeys(INTEGERS, "i32")
     types |= {"hidden": f"*{dtype}", "residual": "*fp32", "new_residual": "*fp32", "eps": "fp32"}
+    types |= {} if own is None else {"own": f"*{own}"}
     types |= dict.fromkeys(("multicast_partials", "multicast_hidden"), "i64" if transport == "multimem" else "i32")
     names = operator.all_reduce_norm_kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
@@ -210,6 +215,22 @@ def test_kernel_moves_16_bytes_at_a_time_between_acquire_and_release(
     assert events_of(found["ttgir"]) == entry + middle + leave
 
 
+@needs_triton
+@compiles
+@pytest.mark.parametrize("own", ["fp32", "bf16"])
+def test_what_a_rank_hands_over_is_among_the_partials_before_it_signals(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = compiled(4096, 2, "one-shot", "p2p", "bf16", own)
+    assert_assembles_without_spills(re.sub(r"//.*", "", found["ptx"]))
+    ptx = [line for line in found["ptx"].splitlines() if re.search(r"griddepcontrol|\bst\.global|bar\.sync|atom", line)]
+    kinds = [re.search(r"griddepcontrol\.\w+|st\.global|bar\.sync|atom\.\w+", line)[0] for line in ptx]  # type: ignore[index]
+    signal = kinds.index("atom.release")
+    assert kinds[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert "st.global" in kinds[2:signal] and kinds[signal - 1] == "bar.sync"
+
+
 def events_of(text: str) -> list[str]:
     """Accesses of rows, signals, waits and barriers of a program, by the names of pointers."""
     origins: dict[str, str] = {}  # of a pointer, the argument or table that it was made from
@@ -233,7 +254,7 @@ def events_of(text: str) -> list[str]:
             pointer = re.search(r"tt\.store (%\w+)", line)
             assert pointer
             events.append(f"store {origins.get(pointer[1], pointer[1]).strip('%')}")
-        elif "inline_asm" in line:
+        elif "inline_asm" in line and "griddepcontrol" not in line:
             found = "wait" if "atom.acquire" in line else next(n for n, p in patterns.items() if re.search(p, line))
             events.append(found)
         elif re.search(r"\b(ttg|gpu)\.\w*barrier", line):

@@ -31,10 +31,16 @@ class OneRank:
     def begin(self) -> None:
         self.turn = 0
 
-    def run(self, method: str, partial: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, method: str, partial: Tensor) -> None:
+        self.partials[:, : len(partial)] = partial
+
+    def run(
+        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
+    ) -> tuple[Tensor, Tensor]:
         self.calls.append(method)
         num_tokens = len(partial)
-        self.partials[self.turn, :num_tokens] = partial
+        if not left:
+            self.partials[self.turn, :num_tokens] = partial
         hidden, new_residual = reference_add_norm(
             self.partials[self.read_turn(), :num_tokens],
             residual,

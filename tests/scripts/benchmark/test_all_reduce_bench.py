@@ -14,10 +14,11 @@ from scripts.benchmark.all_reduce_bench import Point, checksum, import_peer, lar
 from tests.scripts.benchmark.all_reduce_fakes import ALL_METHODS, OneRank, milliseconds, one_rank_bench
 
 
-def test_every_method_is_checked_and_then_timed() -> None:
+@pytest.mark.parametrize("num_tokens", [5, 9])
+def test_every_method_is_checked_and_then_timed(num_tokens: int) -> None:
     bench = one_rank_bench()
-    point = Point(num_tokens=5, hidden_size=16)
-    methods = OneRank(bench.mesh, 16, 8, torch.bfloat16)
+    point = Point(num_tokens=num_tokens, hidden_size=16)
+    methods = OneRank(bench.mesh, 16, 9, torch.bfloat16)
     found = bench.times(point, methods, ALL_METHODS)
     assert tuple(found) == ALL_METHODS and methods.calls[:6] == list(ALL_METHODS)
     assert all(timing.num_argument_sets == 20 and timing.median_ms > 0 for timing in found.values())
@@ -27,8 +28,10 @@ def test_every_method_is_checked_and_then_timed() -> None:
 class Overwriting(OneRank):
     """Leaves its sum where its part was, as an all-reduce in place does."""
 
-    def run(self, method: str, partial: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        results = super().run(method, partial, *arguments)
+    def run(
+        self, method: str, partial: torch.Tensor, *arguments: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        results = super().run(method, partial, *arguments, **named)
         partial.fill_(float("nan"))
         return results
 
@@ -51,8 +54,8 @@ class Wrong(OneRank):
 
     def spoil(self, hidden: torch.Tensor, residual: torch.Tensor) -> None: ...
 
-    def run(self, method: str, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        results = super().run(method, *arguments)
+    def run(self, method: str, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        results = super().run(method, *arguments, **named)
         if method == "two-shot":
             self.spoil(*results)
         return results

@@ -82,8 +82,8 @@ class Faulty(OneRank):
     factor = 1.0
     result = 0  # hidden states, 1: residual
 
-    def run(self, method: str, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        results = super().run(method, *arguments)
+    def run(self, method: str, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        results = super().run(method, *arguments, **named)
         if len(self.calls) == self.faulty_call:
             results[self.result][-1, 7] *= self.factor
         return results
