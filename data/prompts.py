@@ -1,4 +1,5 @@
-"""The files of `infer`: prompts in, one JSON line each, and one JSON line out for each answer.
+"""The files of `infer`: prompts in, one JSON line each, and one JSON line out for each answer; beside the answers
+NAME.manifest.json says under which settings they were made.
 
 A prompt line holds `prompt` or `prompt_token_ids`, and optionally `id` (default: the line number) and its own
 options (OPTIONS below); an option left out, or null, is the command line's. Anything else on the line is an
@@ -15,11 +16,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from data.differences import differences
 from data.json_lines import check_token_ids, parse_object, read_json_lines
 
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", *OPTIONS)
 FINISH_REASONS = ("stop", "length", "error")
+MANIFEST_SUFFIX = ".manifest.json"  # appended to the whole name: the answers may have any suffix
+MANIFEST_HEAD = {"format": "dejavu-lab answers", "format_version": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,9 @@ class CompletionWriter:
     into the order of `requests` if they differ. Without `resume` the file starts afresh; with it, the answers
     already there are kept (failed ones too: they are answers), a half-written last line is cut off, and
     `pending` is what is left to do. `prompts_path`, if given, must not be the output.
+
+    `settings`, if given, are what the answers depend on besides their prompts (JSON values). They are written to a
+    manifest beside the file, and answers made under others are not resumed: ValueError, and nothing is touched.
     """
 
     def __init__(
@@ -153,6 +160,7 @@ class CompletionWriter:
         *,
         resume: bool = False,
         prompts_path: str | Path | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         # realpath: what a link points at is written and, at the end, replaced; never the link
         self.path = Path(os.path.realpath(path))
@@ -164,11 +172,15 @@ class CompletionWriter:
         self._is_file = self.path.is_file() or not self.path.exists()  # else a pipe or terminal: write only
         if resume and self.path.exists():
             self._read_answers()
+        if settings is not None and self._spans:
+            self._check_settings(settings)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if resume else os.O_TRUNC)
         self._descriptor = os.open(self.path, flags, 0o666)
         self._end = max((stop for _, stop in self._spans.values()), default=0)
         if resume and self._is_file:
             os.ftruncate(self._descriptor, self._end)
+        if settings is not None and self._is_file and not self._spans:  # after older answers are gone
+            self._write_manifest(settings)
 
     @property
     def pending(self) -> list[PromptRequest]:
@@ -225,6 +237,33 @@ class CompletionWriter:
             os.replace(temporary, self.path)
         finally:
             temporary.unlink(missing_ok=True)
+
+    @property
+    def _manifest_path(self) -> Path:
+        return self.path.with_name(self.path.name + MANIFEST_SUFFIX)
+
+    def _write_manifest(self, settings: Mapping[str, Any]) -> None:
+        temporary = self._manifest_path.with_name(self._manifest_path.name + ".tmp")
+        temporary.write_text(json.dumps({**MANIFEST_HEAD, "settings": settings}, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, self._manifest_path)
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        advice = "give another output, or leave out --resume to start afresh"
+        if not self._manifest_path.is_file():
+            raise ValueError(
+                f"cannot resume {self.path}: {self._manifest_path.name}, which says how its answers were made, is not "
+                f"beside it; {advice}"
+            )
+        stored = parse_object(self._manifest_path.read_bytes(), str(self._manifest_path))
+        made = stored.get("settings")
+        if {key: stored.get(key) for key in MANIFEST_HEAD} != MANIFEST_HEAD or not isinstance(made, dict):
+            raise ValueError(
+                f"cannot resume {self.path}: {self._manifest_path} is not the manifest of answers; {advice}"
+            )
+        # As JSON has them: a tuple comes back as a list.
+        found = differences(made, json.loads(json.dumps(settings)), "of its answers")
+        if found:
+            raise ValueError(f"cannot resume {self.path}: {'; '.join(found)}; {advice}")
 
     def _read_answers(self) -> None:
         if not self._is_file:

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from data.differences import differences
+
 MANIFEST_NAME = "manifest.json"
 TOKEN_IDS_NAME = "token_ids.mmap"
 UNITS = ("mlp", "attention", "both")
@@ -183,9 +185,4 @@ def layout_differences(stored: StoreLayout, wanted: StoreLayout) -> list[str]:
         record = asdict(layout)
         return record | record.pop("definitions") | (record.pop("part") or {})
 
-    old, new = flat(stored), flat(wanted)
-    return [
-        f"{name} is {old.get(name)!r} in the store, {new.get(name)!r} now"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
+    return differences(flat(stored), flat(wanted), "in the store")

@@ -23,7 +23,7 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of one sequence's tokens 1 .. T-1, on the CPU; entry i belongs to token i + 1.
+    """Scores of tokens, on the CPU; of a whole sequence its tokens 1 .. T-1, so that entry i belongs to token i + 1.
 
     `logprobs` float32 (float64 for a float64 model) in nats; `greedy` bool: the token is the model's first choice.
     """
@@ -65,6 +65,34 @@ def pad_right(sequences: Sequence[Sequence[int]], device: torch.device | str) ->
 
 
 @torch.inference_mode()
+def score_rows(
+    model: Decoder, rows: Sequence[Sequence[int]], targets: Sequence[tuple[int, Sequence[int]]], names: Sequence[str]
+) -> list[TokenScores]:
+    """Run `rows` of token ids together and score targets: tokens that follow the last positions of a row (its place in
+    `rows`), any number of them. [] on a pipeline stage without the head, which does its part of the work.
+
+    Raises ValueError for logits that are not finite, with the target's name.
+    """
+    padded, lengths = pad_right(rows, model.device)
+    hidden_states = model(padded, num_tokens=lengths, phase="prefill")
+    if not model.is_last:
+        return []
+    ends = [row * padded.shape[1] + len(rows[row]) for row, _ in targets]
+    at = torch.cat([torch.arange(end - len(ids), end) for end, (_, ids) in zip(ends, targets, strict=True)])
+    following = torch.tensor([token for _, ids in targets for token in ids], device=model.device)
+    logprobs, firsts = logprobs_at(model, hidden_states.flatten(0, 1)[at.to(model.device)], following)
+    sizes = [len(ids) for _, ids in targets]
+    found = [TokenScores(*parts) for parts in zip(logprobs.cpu().split(sizes), firsts.cpu().split(sizes), strict=True)]
+    for name, scores in zip(names, found, strict=True):
+        if not bool(scores.logprobs.isfinite().all()):
+            raise ValueError(
+                f"{name}: the model's logits are not finite (NaN or inf): the weights or the activations "
+                "overflowed or hold NaN; try --dtype float32, or check the checkpoint"
+            )
+    return found
+
+
+@torch.inference_mode()
 def score_tokens(
     model: Decoder, token_ids: Sequence[Sequence[int]] | Tensor, *, batch_size: int = 8
 ) -> list[TokenScores]:
@@ -86,23 +114,10 @@ def score_tokens(
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
         # A sequence's last token conditions nothing that is scored, so it is not run.
-        padded, lengths = pad_right([sequences[i][:-1] for i in batch], model.device)
-        hidden_states = model(padded, num_tokens=lengths, phase="prefill")
-        if not model.is_last:  # on to the next batch, while later stages work on this one
-            continue
-        real = torch.arange(padded.shape[1], device=model.device) < lengths[:, None]
-        targets = torch.tensor([token for i in batch for token in sequences[i][1:]], device=model.device)
-        logprobs, firsts = logprobs_at(model, hidden_states[real], targets)
-        sizes = lengths.tolist()
-        for i, row_logprobs, row_firsts in zip(
-            batch, logprobs.cpu().split(sizes), firsts.cpu().split(sizes), strict=True
-        ):
-            if not bool(row_logprobs.isfinite().all()):
-                raise ValueError(
-                    f"sequence {i}: the model's logits are not finite (NaN or inf): the weights or the activations "
-                    "overflowed or hold NaN; try --dtype float32, or check the checkpoint"
-                )
-            scores[i] = TokenScores(row_logprobs, row_firsts)
+        rows, targets = [sequences[i][:-1] for i in batch], [(row, sequences[i][1:]) for row, i in enumerate(batch)]
+        found = score_rows(model, rows, targets, [f"sequence {i}" for i in batch])
+        for i, one in zip(batch, found, strict=model.is_last):  # none: on to the next batch, while later stages work
+            scores[i] = one
     return scores
 
 

@@ -26,7 +26,7 @@ from scripts.model_loading import LoadedModel, ModelOptions
 from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, allocate, as_lists, predictors_id
 from sparse_predictor.cost import achieved, weights_by_density
 from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity, set_threshold
-from sparse_predictor.sensitivity import block_divergences, chunks, divergence_of
+from sparse_predictor.sensitivity import block_divergences, divergence_of
 from sparse_predictor.thinning import thins_attention
 from sparse_predictor.thresholds import set_thresholds_in_run
 
@@ -57,15 +57,13 @@ class Options(ModelOptions):
     """Tokens of later documents, on which the budget is compared with uniform densities."""
     window: int = 512
     """Tokens a window."""
+    batch_size: int = 2
+    """Windows run together, their log-probabilities in memory (thresholds are set in one pass over all windows)."""
 
 
 def main(options: Options) -> DensityBudget:
     """Measure, divide, set thresholds, compare; writes and returns the budget."""
     check_options(options)
-    loaded = options.load()
-    model, uniform = loaded.model, uniform_densities(options, loaded.model)
-    check_window(model, options.window)
-    text, unseen = (windows.to(model.device) for windows in read_windows(loaded, options))
     selection = Selection(
         method=options.method,
         predictors=options.predictors,
@@ -74,15 +72,21 @@ def main(options: Options) -> DensityBudget:
         sparse_phases="all",
         seed=options.seed,
     )
+    selection.check()
+    loaded = options.load()
+    model, uniform = loaded.model, uniform_densities(options, loaded.model)
+    check_window(model, options.window)
+    text, unseen = (windows.to(model.device) for windows in read_windows(loaded, options))
     attach_selection(model, selection)  # what is missing shows before anything is measured
     selection = replace(selection, head_density=1.0)  # from here on a budget says
     losses = measure_blocks(options, model, selection, list(uniform), text)
     allocation = divide(options, model, uniform, losses)
     tried = [mixture(uniform, allocation, share) for share in MIXTURES]
-    found = [measure(model, selection, densities, text) for densities in tried]
+    size = options.batch_size
+    found = [measure(model, selection, densities, text, batch_size=size) for densities in tried]
     best = min(range(len(tried)), key=lambda place: found[place].divergence)
     compared = {
-        name: measure(model, selection, tried[place], unseen, found[place].thresholds)
+        name: measure(model, selection, tried[place], unseen, found[place].thresholds, batch_size=size)
         for name, place in (("uniform", 0), ("budget", best))
     }
     thresholds = found[best].thresholds
@@ -184,9 +188,9 @@ def measure_blocks(
 ) -> dict[Place, dict[float, float]]:
     """KL of each block alone at each density of its grid."""
     grids = {block: grid_of(options, model, block) for block in blocks}
-    total = len(BLOCKS) * model.config.num_hidden_layers * len(chunks(text))
+    total = len(BLOCKS) * model.config.num_hidden_layers * len(text.split(options.batch_size))
     with progress((), "measuring blocks", quiet=options.quiet, total=total, unit="block") as bar:
-        return block_divergences(model, selection, grids, text, lambda: bar.update(1))
+        return block_divergences(model, selection, grids, text, lambda: bar.update(1), batch_size=options.batch_size)
 
 
 def divide(
@@ -232,6 +236,8 @@ def measure(
     densities: dict[Block, list[float]],
     token_ids: Tensor,
     thresholds: list[float] | None = None,
+    *,
+    batch_size: int,
 ) -> Measured:
     """Run at these densities; `thresholds` None: set them in this run, where the method has any. Leaves it dense."""
     chosen, used = replace(selection, density_budget=DensityBudget(densities=densities)), thresholds
@@ -246,7 +252,7 @@ def measure(
             if (selector := model.mlp(layer).selector) is not None:
                 set_threshold(selector, threshold)
 
-    divergence = divergence_of(model, attach, token_ids)
+    divergence = divergence_of(model, attach, token_ids, batch_size=batch_size)
     assert model.stats is not None
     done = achieved(model, chosen, model.stats)
     remove_sparsity(model)

@@ -61,6 +61,8 @@ def main(options: Options) -> ActivationStore | None:
     corpus = parse_corpus(options.corpus, side="train")
     if options.max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    if not 0.0 < options.label_density <= 1.0:
+        raise ValueError(f"--label-density must lie in (0, 1], got {options.label_density}")
     loaded = options.load()
     model, config, mesh = loaded.model, loaded.model.config, loaded.mesh
     if corpus.path is not None:  # ranks that read different texts would not notice

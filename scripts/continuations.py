@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from modules.decoder import Decoder
-from modules.scoring import describe_problem, logprobs_at, pad_right
+from modules.scoring import describe_problem, score_rows
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 
@@ -30,7 +28,6 @@ class Continuation:
     num_scored: int
 
 
-@torch.inference_mode()
 def score_continuations(
     model: Decoder,
     mesh: ParallelMesh,
@@ -82,27 +79,10 @@ def _score_batch(
     continuations: Sequence[Continuation],
 ) -> dict[int, Score]:
     """Scores of one batch of rows by request; {} on a pipeline stage without the head."""
-    padded, lengths = pad_right(batch, model.device)
-    hidden_states = model(padded, num_tokens=lengths, phase="prefill")
-    if not model.is_last:
-        return {}
     asked = [(row, idx) for row, indices in enumerate(requests) for idx in indices]
-    at: list[tuple[int, int]] = []
-    targets: list[int] = []
-    for row, idx in asked:
-        one, end = continuations[idx], len(batch[row])
-        at += [(row, position) for position in range(end - one.num_scored, end)]
-        targets += one.token_ids[-one.num_scored :]
-    places = torch.tensor(at, device=model.device)
-    states = hidden_states[places[:, 0], places[:, 1]]
-    logprobs, firsts = logprobs_at(model, states, torch.tensor(targets, device=model.device))
-    sizes = [continuations[idx].num_scored for _, idx in asked]
-    found = {}
-    for (_, idx), scores, chosen in zip(asked, logprobs.cpu().split(sizes), firsts.cpu().split(sizes), strict=True):
-        if not bool(scores.isfinite().all()):
-            raise ValueError(
-                f"request {idx}: the model's logits are not finite (NaN or inf): the weights or the activations "
-                "overflowed or hold NaN; try --dtype float32, or check the checkpoint"
-            )
-        found[idx] = float(scores.double().sum()), bool(chosen.all())
-    return found
+    targets = [(row, continuations[idx].token_ids[-continuations[idx].num_scored :]) for row, idx in asked]
+    found = score_rows(model, batch, targets, [f"request {idx}" for _, idx in asked])
+    return {
+        idx: (float(scores.logprobs.double().sum()), bool(scores.greedy.all()))
+        for (_, idx), scores in zip(asked, found, strict=model.is_last)
+    }

@@ -28,7 +28,7 @@ class Options(PerplexityOptions):
     """Score a model, dense and sparse in one run."""
 
     output: Path
-    """JSON lines; records are appended."""
+    """JSON lines; records are appended (a second time, too, with a warning, unless --resume)."""
     tasks: str = PERPLEXITY
     """Comma-separated: perplexity (of --corpus), names of lm-eval tasks, arithmetic_words, zero-shot, few-shot."""
     include_path: Path | None = None
@@ -84,12 +84,14 @@ def main(options: Options) -> list[Record]:
         if (value := getattr(options, name)) is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     selections = selections_of(options)
+    for selection in selections:
+        selection.check()
     if PERPLEXITY in tasks:
         check_options(options)
     names = expand_presets([task for task in tasks if task != PERPLEXITY], options.num_fewshot)
     benchmarks = load_benchmarks(names, options.include_path)
     loaded = options.load()
-    # Attach each once before anything is measured, so that a missing predictor fails in seconds, not after a run.
+    # Attach each once before anything is measured, so that what does not fit fails in seconds, not after a run.
     for selection in selections:
         attach_selection(loaded.model, selection)
     remove_sparsity(loaded.model)

@@ -17,6 +17,7 @@ from modules.sampling import SamplingParams, mix_seed
 from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, decode_text
+from scripts.run_records import selection_labels, sources_of
 from scripts.selection_options import SelectionOptions
 
 GREEDY = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
@@ -45,7 +46,7 @@ class Options(SelectionOptions, RunOptions):
     chat: bool = False
     """Each prompt is a user's message: put it into the model's chat template."""
     resume: bool = False
-    """Keep the answers that the output already holds, and do the rest."""
+    """Keep the answers that the output already holds, if they were made with the same options, and do the rest."""
     warmup: bool = False
     """Set everything up (libraries, CUDA graphs) before the first request instead of with it."""
 
@@ -53,18 +54,23 @@ class Options(SelectionOptions, RunOptions):
 def main(options: Options) -> GenerationTimings:
     """Answer every prompt that has no answer yet; returns where the time went."""
     flags = {name: _flag(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")}
+    options.selection(seed=options.seed).check()
     loaded = options.load()
     stats = options.attach(loaded.model, seed=options.seed)
     mesh = loaded.mesh
     sparsity = (options.method, options.mlp_density, options.head_density, options.sparse_phases)
     check_same_everywhere(mesh, "a sparsity flag", repr(sparsity))
-    work = mesh.from_rank_0(lambda: _prepare(options, flags, loaded))
+    defaults = _defaults(flags, loaded)
+    settings = _settings(options, defaults, loaded)
+    work = mesh.from_rank_0(lambda: _prepare(options, defaults, loaded))
     with ExitStack() as stack:
         # Opened after all prompts were read: what is wrong with one must not cost the answers already there.
         writer = None
         if mesh.rank == 0:
             requests = [request for request, _ in work]
-            writer = CompletionWriter(options.output, requests, resume=options.resume, prompts_path=options.input)
+            writer = CompletionWriter(
+                options.output, requests, resume=options.resume, prompts_path=options.input, settings=settings
+            )
             stack.enter_context(writer)
         unanswered = mesh.from_rank_0(lambda: {request.id for request in writer.pending} if writer else set())
         pending = [(request, prepared) for request, prepared in work if request.id in unanswered]
@@ -101,12 +107,24 @@ def main(options: Options) -> GenerationTimings:
     return timings
 
 
+def _settings(options: Options, defaults: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
+    """What the answers depend on, whatever the cut and the batch size (a collective call)."""
+    selection = options.selection(seed=options.seed)
+    return {
+        "model": loaded.model_id,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        **selection_labels(selection, loaded.model.config.num_hidden_layers),
+        **defaults,
+        **{name: getattr(options, name) for name in ("seed", "echo", "chat")},
+        **{name: found for name, found in sources_of(loaded, selection).items() if found is not None},
+    }
+
+
 def _prepare(
-    options: Options, flags: dict[str, Any], loaded: LoadedModel
+    options: Options, defaults: dict[str, Any], loaded: LoadedModel
 ) -> list[tuple[PromptRequest, GenerationRequest]]:
     """All prompts, each as it was read and as it is run."""
     requests = read_prompts(options.input)
-    defaults = _defaults(flags, loaded)
     # A request without a seed has one of its own, so that equal prompts differ and --resume changes nothing.
     seeds = {request.id: mix_seed(options.seed, position) >> 1 for position, request in enumerate(requests)}
 

@@ -67,10 +67,12 @@ class EngineLM(TemplateLM):
         given.pop("trust_remote_code", None)  # lm-eval's flag for data sets: this engine runs no code of a model's
         fixed, most = parse_batch_size(given.pop("batch_size", 1)), given.pop("max_batch_size", None)
         options = parse_arguments({**given, "device": usable_device(str(given.get("device", "auto")))})
+        selection = options.selection(seed=options.seed)
+        selection.check()
         loaded = options.load()
         sizes = BatchSizes(loaded, fixed=fixed, most=None if most is None else int(most))
         model = cls(loaded, sizes, seed=options.seed, quiet=options.quiet)
-        model.attach(options.selection(seed=options.seed))
+        model.attach(selection)
         return model
 
     def attach(self, selection: Selection) -> None:

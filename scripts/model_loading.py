@@ -84,7 +84,7 @@ class RunOptions(ModelOptions):
 
     all_reduce: AllReduce = "auto"
     """How ranks that share layers add up. auto: what was measured as the fastest; fused: one kernel with the norm, over
-    NVLink; nccl."""
+    NVLink; nccl (on CPUs gloo)."""
     overlap_tokens: OverlapTokens = "auto"
     """Dense prefills of so many tokens or more (rows together) are split in two, and one half computes while the other
     is added up over the ranks. auto: 1024, where that was measured to pay; 0: never."""

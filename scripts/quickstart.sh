@@ -5,6 +5,7 @@
 # Safe to run twice: what is complete is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/usage.sh
 source scripts/environment.sh
 ensure_environment ""
 
@@ -37,7 +38,7 @@ bash scripts/train.sh SmolLM2 --dtype "$dtype" --steps 50 --batch-rows 768 --clo
 
 step "4/6 evaluate"
 rm -f "$run_dir/results.jsonl"
-score() { bash scripts/evaluate.sh SmolLM2 --dtype "$dtype" --max-tokens 4096 --quality-windows 2 "$@"; }
+score() { bash scripts/evaluate.sh SmolLM2 --dtype "$dtype" --max-tokens 4096 --quality-windows 2 --resume "$@"; }
 score --method predictor --mlp-density 0.5 0.3 --decode-tokens 24
 score --method oracle cats teal static random --mlp-density 0.5
 

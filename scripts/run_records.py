@@ -96,35 +96,46 @@ def execution_of(done: Mapping[str, Any]) -> str:
 
 
 class RecordBook:
-    """The file that a sweep appends to, and with `resume` what it holds already (known to all ranks).
+    """The file that a sweep appends to, and what it holds already (known to all ranks), which with `resume` is not run
+    again.
 
     Records are written in the order of the runs, so an interrupted sweep that is resumed leaves the file that an
-    uninterrupted one does.
+    uninterrupted one does. ValueError if the file holds anything but records.
     """
 
     def __init__(self, path: Path, mesh: ParallelMesh, *, resume: bool) -> None:
-        self.path, self.mesh = path, mesh
-        self.known: list[Record] = mesh.from_rank_0(lambda: finished_records(path)) if resume else []
+        self.path, self.mesh, self.resume = path, mesh, resume
+        self.known: list[Record] = mesh.from_rank_0(lambda: finished_records(path))
+        self._has_warned = False
 
     def find(self, name: str, labels: Mapping[str, Any], *, unknown: Sequence[str] = (), **parts: Any) -> list[Record]:
-        """Records with this name, these labels (but for `unknown` ones, and those known only after a run) and these
-        top-level parts."""
+        """Records to keep, with this name, these labels (but for `unknown` ones, and those known only after a run) and
+        these top-level parts. Without `resume` none, but a warning if there are any."""
         left_out = {*AFTERWARDS, *unknown}
         wanted = {label: setting for label, setting in labels.items() if label not in left_out}
-        return [
+        found = [
             record
             for record in self.known
             if record["name"] == name
             and {label: setting for label, setting in record["labels"].items() if label not in left_out} == wanted
             and all(record.get(part) == value for part, value in parts.items())
         ]
+        if self.resume or not found:
+            return found
+        if not self._has_warned and self.mesh.rank == 0:
+            logger.warning(
+                f"{self.path} holds records of this very run already: it is run and recorded again, and tables take "
+                "the newest; --resume keeps the records that are there and does the rest"
+            )
+        self._has_warned = True
+        return []
 
     def write(self, records: Sequence[Record]) -> list[Record]:
-        """Append those that are not there yet (on rank 0); returns the run's records as the file has them."""
+        """Append those that are not kept (on rank 0); returns the run's records as the file has them."""
         kept = []
         for record in records:
             there = [known for known in self.known if _identity(known) == _identity(record)]
-            if there:
+            if there and self.resume:
                 kept.append(there[-1])
                 continue
             kept.append(record)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 # Standard errors of means are exact; those of other metrics (a perplexity's) come from so many resamples.
 RESAMPLES = 1000
+# Fewer answers that are all alike have a standard error of 0 by the formula, which says nothing: none is recorded. Of a
+# group lm-eval pools the errors of its tasks, so the smallest of them counts.
+FEW_SAMPLES = 30
 OF_THE_TASK = ("task", "num_fewshot", "num_samples", "filter")
 Metric = tuple[str, str, str]  # task, metric, filter
 Answers = dict[str, list[str]]
@@ -163,7 +166,8 @@ def _values(results: Mapping[str, Any], benchmark: Benchmark) -> dict[Metric, tu
                 continue
             stderr = metrics.get(f"{metric}_stderr,{chosen}")
             is_number = isinstance(stderr, int | float) and math.isfinite(stderr)
-            found[task, metric, chosen] = (float(value), float(stderr) if is_number else None)
+            num_samples = min(results["results"][leaf]["sample_len"] for leaf in benchmark.leaves(task))
+            found[task, metric, chosen] = (float(value), _told(float(stderr), num_samples) if is_number else None)
     if not found:
         raise ValueError(f"--tasks {benchmark.name}: lm-eval found no metric that is a number")
     return found
@@ -186,4 +190,9 @@ def _answers(results: Mapping[str, Any], benchmark: Benchmark) -> Answers:
 def _share(same: Sequence[bool]) -> tuple[float, float | None]:
     """Mean and its standard error."""
     share = sum(same) / len(same)
-    return share, math.sqrt(share * (1.0 - share) / (len(same) - 1)) if len(same) > 1 else None
+    return share, _told(math.sqrt(share * (1.0 - share) / (len(same) - 1)), len(same)) if len(same) > 1 else None
+
+
+def _told(stderr: float, num_samples: int) -> float | None:
+    """A standard error, unless it is the 0 of a few answers that are all alike."""
+    return stderr if stderr > 0.0 or num_samples >= FEW_SAMPLES else None

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Everything that must hold before a commit: formatting, lint, types, tests. Needs nothing but Python >= 3.11.
+# Everything that must hold before a commit, formatting, lint, types, tests: bash scripts/test.sh
+# Needs nothing but Python >= 3.11.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/usage.sh
 source scripts/environment.sh
 ensure_environment test
 

@@ -13,7 +13,7 @@ from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
 from data.store_layout import SPLITS
-from modules.sparsity import BLOCKS, Block, num_kept
+from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
@@ -22,10 +22,10 @@ from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_ran
 from sparse_predictor.refine import RefineOptions, refine
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.standin import fit_standins
-from sparse_predictor.store import PredictorManifest, same_weights, save_predictors, weights_sample
+from sparse_predictor.store import PredictorManifest, finished_predictors, same_weights, save_predictors, weights_sample
 from sparse_predictor.thresholds import calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores
-from sparse_predictor.training_data import TrainingRows
+from sparse_predictor.training_data import TrainingRows, describe_store
 from sparse_predictor.validation import validation_metrics
 
 
@@ -36,7 +36,7 @@ class Options(ModelOptions):
     activations: Path
     """Activation store written by scripts.collect."""
     output_dir: Path
-    """Where predictors, calibration, manifest and metrics go."""
+    """Where predictors, calibration, manifest and metrics go; refused if it holds predictors of other options."""
     units: Literal["mlp", "attention", "both"] = "both"
     """What to train; the store must hold it."""
     lookahead: int = 0
@@ -77,21 +77,18 @@ class Options(ModelOptions):
     """Held-out tokens on which thresholds are set."""
 
 
-LEAST = {
-    "closed_form_rows": 16,
-    "refine_steps": 0,
-    "refine_window": 2,
-    "calibration_tokens": 1,
-    "standin_tokens": 1,
-}
+LEAST = {"closed_form_rows": 16, "refine_steps": 0, "refine_window": 2, "calibration_tokens": 1, "standin_tokens": 1}
 
 
 def main(options: Options) -> PredictorManifest:
-    """Train into `output_dir`; the manifest is written last."""
+    """Train into `output_dir`, unless that is done already; the manifest is written last."""
     check_options(options)
     store = ActivationStore(options.activations)
     if store.layout.units not in ("both", options.units):
         raise ValueError(f"{options.activations} holds units {store.layout.units}, not {options.units}")
+    training = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    definitions = describe_store(store)
+    finished = finished_predictors(options.output_dir, training, definitions)
     loaded = options.load()
     model, config = loaded.model, loaded.model.config
     if store.layout.config_hash != config.config_hash():
@@ -101,6 +98,9 @@ def main(options: Options) -> PredictorManifest:
         )
     if not same_weights(weights_sample(model), store.layout.definitions.get("weights_sample", [])):
         raise ValueError(f"{options.activations} was collected from other weights of the same configuration")
+    if finished is not None:
+        logger.info(f"{options.output_dir} holds the predictors of these options: nothing to do")
+        return finished
     if int(store.token_ids.max()) >= config.vocab_size:
         raise ValueError(f"{options.activations} holds token id {store.token_ids.max()}, beyond the vocabulary")
     if not store.manifest.complete:
@@ -108,8 +108,6 @@ def main(options: Options) -> PredictorManifest:
     missing = sorted(set(range(config.num_hidden_layers)) - set(store.layers))
     if missing and options.units != "attention":
         raise ValueError(f"{options.activations} lacks layers {missing}; neurons are trained on all of them")
-    for density in options.densities:
-        num_kept(density, config.intermediate_size)
     for split in SPLITS:
         if not store.row_ranges(split):
             raise ValueError(f"{options.activations}: no {split} rows; collect more documents")
@@ -160,8 +158,8 @@ def main(options: Options) -> PredictorManifest:
         predictor_rank={block: stack.first.shape[1] for block, stack in stacks.items()},
         standin_rank=stacks["mlp"].standin_in.shape[2] if "mlp" in stacks else 0,
         densities=list(options.densities),
-        definitions={"label": label.to_manifest(), "store": dict(store.layout.definitions), "rows": store.num_rows},
-        training={key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
+        definitions={"label": label.to_manifest(), **definitions},
+        training=training,
         provenance={"command_line": shlex.join(sys.argv), "git_commit": environment_stamp()["commit"]},
     )
     tables = [metrics_table(block, metrics[block]).to_markdown() for block in stacks]
@@ -185,6 +183,9 @@ def check_options(options: Options) -> None:
         raise ValueError(f"--refine-learning-rate must lie in (0, 1), got {options.refine_learning_rate}")
     if not options.densities or len(set(options.densities)) != len(options.densities):
         raise ValueError(f"--densities: give at least one, each once; got {options.densities}")
+    for density in (*options.densities, options.label_density):
+        if not 0.0 < density <= 1.0:
+            raise ValueError(f"--densities and --label-density must lie in (0, 1], got {density}")
 
 
 def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> PredictorStack:

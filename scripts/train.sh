@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/presets.sh
+source scripts/usage.sh
 use_preset "${1:-}" train
 shift
 

@@ -15,11 +15,12 @@ from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
 from sparse_predictor.budgets import DensityBudget, read_budget
 from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
-from sparse_predictor.store import load_predictors, read_manifest
+from sparse_predictor.store import load_predictors, parse_manifest, read_manifest
 from sparse_predictor.thinning import is_thinning, restore_inputs, teal, thin_inputs, thins_attention, wina
 
 Method = Literal["dense", "predictor", "oracle", "static", "random", "cats", "teal", "teal-all", "wina", "griffin"]
 SparsePhases = Literal["decode", "all"]
+WITHOUT_FILES: tuple[Method, ...] = ("dense", "oracle", "random", "griffin")  # methods that need no predictors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,14 @@ class Selection:
                 if not 0.0 < density <= 1.0:
                     raise ValueError(f"{block} density must lie in (0, 1], got {density}")
         return found
+
+    def check(self) -> None:
+        """What can be told before a model is loaded, which may take minutes: ValueError or FileNotFoundError for
+        densities outside (0, 1], a budget that is none, and predictors that the method needs and that are not there."""
+        budget = self.budget()
+        self.densities(1 if budget is None else len(next(iter(budget.densities.values()))))
+        if self.method not in WITHOUT_FILES:
+            parse_manifest(_predictor_dir(self))
 
     def budget(self) -> DensityBudget | None:
         """What the budget file says, if there is one; FileNotFoundError or ValueError if it cannot be read."""

@@ -23,7 +23,6 @@ from sparse_predictor.streams import Stream, advance, begin_stream
 from sparse_predictor.thinning import PROJECTIONS
 from sparse_predictor.thresholds import setting_threshold
 
-CHUNK_TOKENS = 1024
 LOGITS_POSITIONS = 128  # few at a time: a large float32 block is new memory at every use
 SELECTOR = "selector"
 
@@ -76,13 +75,16 @@ def block_divergences(
     densities: Mapping[Block, Sequence[float]],
     token_ids: Tensor,
     on_block: Callable[[], object] = lambda: None,
+    *,
+    batch_size: int,
 ) -> dict[Place, dict[float, float]]:
     """KL when one block alone runs at each density of its kind (at thresholds that keep it), by (layer, block), over
-    token_ids [B, T]. `selection` says the method (sparse phases `all`). Leaves the model dense."""
+    token_ids [B, T], `batch_size` windows together. `selection` says the method (sparse phases `all`). Leaves the model
+    dense."""
     parts = sparse_parts(model, selection, densities)
     found: dict[Place, dict[float, float]] = {place: dict.fromkeys(grid, 0.0) for place, grid in parts.items()}
     try:
-        for chunk in chunks(token_ids):
+        for chunk in token_ids.split(batch_size):
             share = chunk.shape[0] / token_ids.shape[0]
             stream = begin_stream(model, chunk)
             expected = [
@@ -125,18 +127,14 @@ def _branch_through(model: Decoder, stream: Stream, place: Place, parts: Parts) 
 
 
 @torch.inference_mode()
-def divergence_of(model: Decoder, attach: Callable[[], object], token_ids: Tensor) -> float:
-    """KL of the model that `attach` makes sparse (in all phases) from the dense one, over token_ids [B, T]. Leaves it
-    sparse, with statistics of this run."""
+def divergence_of(model: Decoder, attach: Callable[[], object], token_ids: Tensor, *, batch_size: int) -> float:
+    """KL of the model that `attach` makes sparse (in all phases) from the dense one, over token_ids [B, T],
+    `batch_size` windows together. Leaves it sparse, with statistics of this run."""
     remove_sparsity(model)
-    dense = [model(chunk) for chunk in chunks(token_ids)]
+    chunks = token_ids.split(batch_size)
+    dense = [model(chunk) for chunk in chunks]
     attach()
     total = 0.0
-    for chunk, states in zip(chunks(token_ids), dense, strict=True):
+    for chunk, states in zip(chunks, dense, strict=True):
         total += divergence_and_gradient(model, model(chunk), states)[0] * chunk.shape[0]
     return total / token_ids.shape[0]
-
-
-def chunks(token_ids: Tensor) -> Sequence[Tensor]:
-    """Windows [B, T] in groups that are run together."""
-    return token_ids.split(max(1, CHUNK_TOKENS // token_ids.shape[1]))

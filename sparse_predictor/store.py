@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from data.differences import differences
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block, Reduce
 from sparse_predictor.calibration import LayerCalibration, save_calibration
 from sparse_predictor.predictor import Predictor, Rule
 
 FORMAT_VERSION = 1
+# Options of training that change nothing: where things are (what is read there is compared by itself) and are run.
+PLACES = ("model", "activations", "output_dir", "device", "quiet", "tp_size", "pp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,29 @@ def save_predictors(
         state.unlink()
 
 
+def finished_predictors(
+    directory: Path, training: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> PredictorManifest | None:
+    """The manifest of what training with these options on these activations has left in a directory; None where it
+    holds no finished predictors. FileExistsError if it holds others, and says how they differ."""
+    if not (directory / "manifest.json").is_file():
+        return None
+    manifest = parse_manifest(directory)
+    options, activations = json.loads(json.dumps([training, definitions]))  # a tuple comes back as a list
+    there, now = (
+        {name: value for name, value in one.items() if name not in PLACES} for one in (manifest.training, options)
+    )
+    found = differences(there, now, "there")
+    if any(manifest.definitions.get(name) != value for name, value in activations.items()):
+        found.append("they were trained on other activations")
+    if found:
+        raise FileExistsError(
+            f"{directory} already holds predictors: {'; '.join(found)}; give another --output-dir, or remove this one "
+            "first"
+        )
+    return manifest
+
+
 def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list[float]:
     """A few dozen weights spread over the MLPs: tells two models of one configuration apart, whatever their dtype.
 
@@ -112,27 +138,46 @@ def same_weights(sample: Sequence[float], other: Sequence[float]) -> bool:
     )
 
 
-def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
-    """The manifest, checked against the model it is to serve. FileNotFoundError, or ValueError with both sides."""
-    config = model.config
+def parse_manifest(directory: Path) -> PredictorManifest:
+    """The manifest by itself, which needs no model. FileNotFoundError, or ValueError where it is something else's."""
     path = directory / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: not a predictor directory, or its training did not finish")
     try:
-        manifest = PredictorManifest(**json.loads(path.read_text()))
-    except (json.JSONDecodeError, TypeError) as problem:
-        raise ValueError(f"{path}: not a predictor manifest ({problem})") from problem
+        values = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ValueError(f"{path}: not a predictor manifest (not JSON: {problem})") from problem
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: not a predictor manifest (no JSON object)")
+    known = fields(PredictorManifest)
+    needed = [entry.name for entry in known if entry.default is entry.default_factory is MISSING]
+    wrong = [f"no {name}" for name in needed if name not in values]
+    wrong += [f"an unknown {name}" for name in values if name not in {entry.name for entry in known}]
+    if wrong:
+        raise ValueError(
+            f"{path}: not a predictor manifest (it has {wrong[0]}); give a directory that scripts.train wrote"
+        )
+    manifest = PredictorManifest(**values)
     if manifest.format_version != FORMAT_VERSION:
         raise ValueError(f"{path}: format version {manifest.format_version}, this code reads {FORMAT_VERSION}")
+    is_known = manifest.mlp_rule in ("topk", "threshold") and manifest.lookahead in (0, 1)
+    lists = (manifest.layers, manifest.blocks, manifest.densities, manifest.weights_sample)
+    objects = (manifest.definitions, manifest.training)
+    are_right = all(isinstance(one, list) for one in lists) and all(isinstance(one, dict) for one in objects)
+    if not is_known or not are_right:
+        names = "mlp_rule, lookahead, layers, blocks, densities, weights_sample, definitions or training"
+        raise ValueError(f"{path}: {names} is no valid value")
+    return manifest
+
+
+def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
+    """The manifest, checked against the model it is to serve. FileNotFoundError, or ValueError with both sides."""
+    manifest, config = parse_manifest(directory), model.config
     if manifest.config_hash != config.config_hash():
         raise ValueError(
             f"{directory}: predictors of {manifest.model_id} (config {manifest.config_hash}) do not belong to this "
             f"model (config {config.config_hash()})"
         )
-    known = manifest.mlp_rule in ("topk", "threshold") and manifest.lookahead in (0, 1)
-    lists = (manifest.layers, manifest.blocks, manifest.densities, manifest.weights_sample)
-    if not known or not all(isinstance(value, list) for value in lists):
-        raise ValueError(f"{path}: mlp_rule, lookahead, layers, blocks, densities or weights_sample is no valid value")
     if not same_weights(weights_sample(model), manifest.weights_sample):
         raise ValueError(
             f"{directory}: predictors of {manifest.model_id}; this model has the same configuration but other weights"

@@ -40,6 +40,18 @@ class TrainingBatch:
     contributions: Tensor | None
 
 
+def describe_store(store: ActivationStore) -> dict[str, Any]:
+    """What a manifest says of the activations: how they were defined, of which layers, how many, and a hash of
+    their text."""
+    text = np.ascontiguousarray(store.token_ids)
+    return {
+        "store": dict(store.layout.definitions),
+        "layers": list(store.layers),
+        "rows": store.num_rows,
+        "text": hashlib.sha256(text.tobytes()).hexdigest(),
+    }
+
+
 class TrainingRows:
     """The rows of one kind of block, for every layer of the store; `lookahead` as in design: own input for layers
     that have nothing that far back."""
@@ -76,14 +88,13 @@ class TrainingRows:
 
     def identity(self) -> dict[str, Any]:
         """What tells this training data from any other of the same size: model, layers read, text."""
-        text = np.ascontiguousarray(self.store.token_ids)
         return {
             "config_hash": self.store.layout.config_hash,
             "weights": weights_sample(self.model),
             "block": self.block,
             "source_layers": self.source_layers,
             "layers": self.layers,
-            "text": hashlib.sha256(text.tobytes()).hexdigest(),
+            "text": describe_store(self.store)["text"],
         }
 
     def blocks(self, split: str) -> Ranges:

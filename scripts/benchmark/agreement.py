@@ -49,6 +49,7 @@ class Options(SelectionOptions, RunOptions):
 def main(options: Options) -> list[Record]:
     """Append two records: the largest gap at a first difference, and the largest difference of a log-probability before
     one. ValueError if the gap is beyond the tolerance."""
+    options.selection(seed=options.seed).check()
     loaded = options.load()
     mesh = loaded.mesh
     requests = read_requests(options, loaded)

@@ -13,7 +13,6 @@ import torch
 from loguru import logger
 
 from analysis.results import Record, append_record, make_record
-from modules.checkpoint import random_model
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
@@ -23,7 +22,7 @@ from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
 from scripts.benchmark.junctions import Way, measure_ways
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
 from scripts.benchmark.timing import measure_matmul_ceiling, measure_read_ceiling
 from scripts.model_loading import resolve_device
 
@@ -95,6 +94,10 @@ def measure(
     decodes; by default that must have the log-probabilities that a prefill of the same text gives."""
     speeds = {}
     for batch_size, batch in batches.items():
+        logger.info(
+            f"batch {batch_size}: one run to check and {repetitions} to time, of {len(batch[0].prompt_token_ids)} "
+            f"prompt tokens and {batch[0].max_new_tokens} new ones a sequence"
+        )
         found = []
         for repetition in range(repetitions + 1):
             heard: dict[int, GenerationResult] = {}
@@ -175,7 +178,7 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
     ceiling, peak, num_bytes = 0.0, 0.0, 0
     sizes = options.batch_size
     if mesh.rank == 0:
-        model = random_model(config, seed=options.seed, dtype=dtype, device=device)
+        model = random_weights(shape, config, seed=options.seed, dtype=dtype, device=device)
         num_bytes = bytes_of_weights(model)
         single = ParallelMesh.single(device)
         expected = echoed(model, single, prompts)
@@ -199,8 +202,8 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
     if mesh.world_size == 1:
         ways = [Way(name="one rank", speeds=baselines.pop("one rank"))]
     else:
-        model = random_model(
-            config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
+        model = random_weights(
+            shape, config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
         )
         # Data parallel: each replica has a batch of its own.
         many = {size: requests(options, config, size * mesh.dp_size) for size in sizes}

@@ -14,7 +14,6 @@ import torch
 from loguru import logger
 
 from analysis.results import Record, append_record, make_record
-from modules.checkpoint import random_model
 from modules.config import ModelConfig
 from modules.requests import GenerationResult
 from pipeline_parallel.engine import generate_on_mesh, parallelise
@@ -22,7 +21,7 @@ from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.engine import Options as EngineOptions
 from scripts.benchmark.engine import requests
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
 from scripts.command_line import run_stage
 from scripts.model_loading import resolve_device
 
@@ -45,8 +44,8 @@ def main(options: Options) -> list[Record]:
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
     shape = find_shape(options.shape)
     config = ModelConfig.from_hf(HF_CONFIGS[shape])
-    model = random_model(
-        config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
+    model = random_weights(
+        shape, config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
     )
     records = []
     for run, warm_up in (("first in the process", False), ("again", False), ("again", True)):

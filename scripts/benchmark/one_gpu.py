@@ -30,7 +30,7 @@ from scripts.benchmark.hugging_face import (
     measure_hugging_face,
 )
 from scripts.benchmark.random_predictors import Sizes, attach_random
-from scripts.benchmark.step_bytes import StepBytes, step_bytes
+from scripts.benchmark.step_bytes import step_bytes
 from scripts.benchmark.subject import Subject, SubjectOptions, load_subject
 from scripts.benchmark.timing import measure_read_ceiling
 from scripts.model_loading import Dtype, resolve_device
@@ -69,6 +69,7 @@ class Options(SubjectOptions):
 def check_shallow(options: Options, device: torch.device) -> None:
     """ValueError if a sparse random model of this shape, with two layers, decodes what its masked prefill does not:
     in float32, and in the half precision that is timed, whose kernels are tiled differently."""
+    logger.info(f"first, {SHALLOW_LAYERS} layers: whether {options.method} decodes what a masked prefill does")
     cases: list[tuple[Dtype, Limits]] = [("float32", SHALLOW)]
     if options.dtype in ("bfloat16", "float16") or (options.dtype == "auto" and device.type == "cuda"):
         cases.append((options.dtype, SHALLOW_HALF))
@@ -105,9 +106,11 @@ def run(options: Options) -> list[Record]:
         remove_sparsity(model)
     dense_bytes = bytes_of_weights(model)
     check = DecodingCheck(sparse=False)
+    logger.info("timing our dense model")
     speeds = measure(model, mesh, batches, decode_speed, options.repetitions, check)
     baselines: dict[str, dict[int, float]] = {}
     if options.baseline != "none":
+        logger.info(f"timing {HF_NAMES[options.baseline]}")
         baselines[HF_NAMES[options.baseline]] = time_hugging_face(options, subject)
     perplexities = {"dense": perplexity_of(subject, options)} if subject.is_trained else {}
     ceiling = measure_read_ceiling(device)
@@ -115,6 +118,7 @@ def run(options: Options) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         if options.method != "dense":
             baselines = {OUR_DENSE: speeds, **baselines}
+            logger.info(f"timing {options.method}; first it is attached, and calibrated if the weights are random")
             labels |= attach(options, subject, mesh, Path(folder), batches[max(sizes)])
             expected = None if subject.is_trained else (options.mlp_density, options.head_density)
             check = DecodingCheck(sparse=True, expected=expected, limits=None if subject.is_trained else REPORTED)
@@ -138,7 +142,7 @@ def run(options: Options) -> list[Record]:
             mean_length=mean_length,
             dense_bytes=dense_bytes,
         )
-        extras = speed_extras(speeds[size] / size, moved, ceiling)
+        extras = moved.to_record(speeds[size] / size, ceiling)
         extras |= quality_extras(check, size, perplexities, subject)
         compared = {name: values[size] for name, values in baselines.items() if size in values}
         for name, value in compared.items() or [("", 0.0)]:
@@ -167,6 +171,8 @@ def check_options(options: Options) -> None:
     for name in ("mlp_density", "head_density"):
         if not 0.0 < getattr(options, name) <= 1.0:
             raise ValueError(f"--{name.replace('_', '-')} must lie in (0, 1], got {getattr(options, name)}")
+    if options.model is not None:
+        selection_of(options, options.predictors).check()
 
 
 def check_method(options: Options, config: ModelConfig) -> None:
@@ -251,18 +257,6 @@ def perplexity_of(subject: Subject, options: Options) -> float:
     """Through decode steps, of the model as it is now."""
     batch_size = min(8, max(options.batch_size))
     return forced_likelihood(subject.model, subject.windows, batch_size=batch_size).perplexity
-
-
-def speed_extras(steps_per_s: float, moved: StepBytes, ceiling: float) -> dict[str, Any]:
-    """What a record says about bandwidth."""
-    achieved = steps_per_s * moved.total / 1e9
-    return {
-        "share_of_ceiling": achieved / ceiling,
-        "bytes_per_step": moved.total,
-        "bytes": vars(moved),
-        "achieved_gb_per_s": achieved,
-        "ceiling_gb_per_s": ceiling,
-    }
 
 
 def quality_extras(check: DecodingCheck, size: int, perplexities: dict[str, float], subject: Subject) -> dict[str, Any]:

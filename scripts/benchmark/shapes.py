@@ -2,6 +2,13 @@
 
 from typing import Any
 
+import torch
+from loguru import logger
+
+from modules.checkpoint import Prepare, build_on_meta, random_model
+from modules.config import ModelConfig
+from modules.decoder import Decoder
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -92,3 +99,21 @@ def find_shape(name: str) -> str:
     if not found:
         raise ValueError(f"--shape {name!r}: give one of {', '.join(HF_CONFIGS)}")
     return found[0]
+
+
+def random_weights(
+    shape: str,
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    prepare: Prepare | None = None,
+) -> Decoder:
+    """`random_model`, of which it first says how large it is: a big one takes minutes to draw on a CPU."""
+    num_bytes = sum(parameter.numel() for parameter in build_on_meta(config).parameters()) * dtype.itemsize
+    logger.info(
+        f"{shape}: drawing random weights of {config.num_hidden_layers} layers, {num_bytes / 2**30:.2f} GiB in all "
+        f"as {dtype}, on {device}"
+    )
+    return random_model(config, seed=seed, dtype=dtype, device=device, prepare=prepare)

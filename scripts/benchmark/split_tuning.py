@@ -14,7 +14,6 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from modules.checkpoint import random_model
 from modules.config import ModelConfig
 from pipeline_parallel.all_reduce_choice import SplitPoint, write_split_points
 from pipeline_parallel.engine import parallelise
@@ -23,7 +22,7 @@ from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import DEFAULT_PROGRAMS, Overlap, split_prefills
 from scripts.benchmark.engine import Options
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
 from scripts.benchmark.timing import time_function
 from scripts.model_loading import resolve_device
 
@@ -42,10 +41,11 @@ def tune_splits(options: Options) -> list[SplitPoint]:
         )
     device = current_launch().device or resolve_device(options.device)
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
-    config = ModelConfig.from_hf(HF_CONFIGS[find_shape(options.shape)])
+    shape = find_shape(options.shape)
+    config = ModelConfig.from_hf(HF_CONFIGS[shape])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = random_model(
-        config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
+    model = random_weights(
+        shape, config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
     )
     choose_all_reduce(model, mesh, options.all_reduce)
     split_prefills(model, 1, ())

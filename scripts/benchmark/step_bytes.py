@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from modules.decoder import Decoder
 from modules.mlp import MAX_FUSED_SPARSE_ROWS
@@ -24,6 +25,17 @@ class StepBytes:
     def total(self) -> int:
         """All of them."""
         return self.weights + self.predictor + self.cache
+
+    def to_record(self, steps_per_s: float, ceiling: float) -> dict[str, Any]:
+        """What a record says about bandwidth; `ceiling` in GB/s."""
+        achieved = steps_per_s * self.total / 1e9
+        return {
+            "share_of_ceiling": achieved / ceiling,
+            "bytes_per_step": self.total,
+            "bytes": vars(self),
+            "achieved_gb_per_s": achieved,
+            "ceiling_gb_per_s": ceiling,
+        }
 
 
 def step_bytes(

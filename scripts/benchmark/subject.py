@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data.corpora import iter_documents, token_documents
-from modules.checkpoint import load_model, random_model, read_hf_config
+from modules.checkpoint import load_model, read_hf_config
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest
@@ -20,7 +20,7 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.engine import NUM_CHECKED
 from scripts.benchmark.engine import Options as EngineOptions
 from scripts.benchmark.engine import requests as random_requests
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape
+from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
 from scripts.model_loading import Dtype, LoadedModel, model_name, resolve_dtype, resolve_model
 
 
@@ -72,7 +72,7 @@ def load_subject(options: SubjectOptions, device: torch.device, *, num_layers: i
         hf_config = HF_CONFIGS[shape] | ({} if num_layers is None else {"num_hidden_layers": num_layers})
         config = ModelConfig.from_hf(hf_config)
         dtype = resolve_dtype(options.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        model = random_model(config, seed=options.seed, dtype=dtype, device=device)
+        model = random_weights(shape, config, seed=options.seed, dtype=dtype, device=device)
         return Subject(
             model=model,
             hf_config=hf_config,

@@ -8,9 +8,14 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --output=slurm-%j.out
 set -euo pipefail
-stage="${1:?usage: sbatch scripts/recipes/slurm.sh STAGE [FLAGS of python -m scripts.STAGE]}"
+cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
+source scripts/usage.sh
+if [ $# = 0 ] || [ -z "${SLURM_JOB_ID:-}" ]; then
+    echo "error: start this as a Slurm job: sbatch scripts/recipes/slurm.sh STAGE [FLAGS of python -m scripts.STAGE]" >&2
+    exit 2
+fi
+stage="$1"
 shift
-cd "${SLURM_SUBMIT_DIR:-.}"
 
 # One torchrun a host (the one task of each) starts a rank a GPU; they meet on the first host.
 first_host="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"

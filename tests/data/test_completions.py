@@ -127,6 +127,43 @@ def test_a_file_of_other_answers_is_neither_resumed_nor_touched(tmp_path: Path, 
     assert path.read_bytes() == before
 
 
+def test_answers_of_other_settings_are_neither_resumed_nor_touched(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    settings = {"method": "random", "stop": ("a", "b"), "top_p": 1.0}
+    with CompletionWriter(path, requests, settings=settings) as writer:
+        writer.write(answer(requests[0]))
+    manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
+    assert manifest["format_version"] == 1 and manifest["settings"] == {**settings, "stop": ["a", "b"]}
+    before = path.read_bytes()
+    with CompletionWriter(path, requests, resume=True, settings=settings) as writer:
+        assert [request.id for request in writer.pending] == [2]
+    other = {"method": "dense", "stop": ("a", "b"), "top_p": 1.0, "top_k": 5}
+    differ = "method is 'random' of its answers, 'dense' now; top_k is None of its answers, 5 now; give another output"
+    with pytest.raises(ValueError, match=f"cannot resume .*out.jsonl: {differ}"):
+        CompletionWriter(path, requests, resume=True, settings=other)
+    (tmp_path / "out.jsonl.manifest.json").write_text('{"format": "something else"}')
+    with pytest.raises(ValueError, match="out.jsonl.manifest.json is not the manifest of answers"):
+        CompletionWriter(path, requests, resume=True, settings=settings)
+    (tmp_path / "out.jsonl.manifest.json").unlink()
+    with pytest.raises(ValueError, match="out.jsonl.manifest.json, which says how its answers were made, is not"):
+        CompletionWriter(path, requests, resume=True, settings=settings)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("left_over", ["", '{"half'])
+def test_without_a_whole_answer_any_settings_may_resume_and_are_those_of_the_manifest(
+    tmp_path: Path, left_over: str
+) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(1)
+    CompletionWriter(path, requests, settings={"method": "dense"}).close()
+    path.write_text(left_over)
+    CompletionWriter(path, requests, resume=True, settings={"method": "oracle"}).close()
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "oracle"}
+    with CompletionWriter(path, requests, settings={"method": "random"}) as writer:  # afresh, over the others
+        writer.write(answer(requests[0]))
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "random"}
+
+
 def test_prompts_given_as_token_ids_resume_by_id(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     requests = [PromptRequest(id="a", prompt_token_ids=(1,)), PromptRequest(id="b", prompt_token_ids=(2,))]
@@ -188,7 +225,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_output_may_be_a_device_but_not_resumed() -> None:
     requests = make_requests(2)
-    with CompletionWriter("/dev/null", requests) as writer:
+    with CompletionWriter("/dev/null", requests, settings={"method": "dense"}) as writer:
         for request in reversed(requests):
             writer.write(answer(request))
     with pytest.raises(ValueError, match="cannot resume /dev/null: it is not a regular file"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import scripts.budget
 from scripts.budget import Options, main
 from sparse_predictor.budgets import read_budget
 from sparse_predictor.cost import achieved
@@ -45,6 +46,7 @@ def options(folder: Path, output: Path, **changes: Any) -> Options:
         "tokens": 320,
         "check_tokens": 320,
         "window": 32,
+        "batch_size": 8,
         "quiet": True,
     }
     return Options(**{**values, **changes})
@@ -88,7 +90,15 @@ def test_uniform_densities_stay_where_nothing_is_better(
     monkeypatch.setattr("scripts.budget.MIXTURES", (0.0,))
     said: list[str] = []
     monkeypatch.setattr("scripts.budget.logger.warning", said.append)
-    budget = main(options(folder, tmp_path / "budget.json", method="random", predictors=None))
+    sizes: set[int] = set()
+    for name in ("block_divergences", "divergence_of"):
+        measure = getattr(scripts.budget, name)
+        monkeypatch.setattr(
+            f"scripts.budget.{name}",
+            lambda *given, batch_size, measure=measure: sizes.add(batch_size) or measure(*given, batch_size=batch_size),
+        )
+    budget = main(options(folder, tmp_path / "budget.json", method="random", predictors=None, batch_size=5))
+    assert sizes == {5}
     assert budget.densities == {"mlp": [0.5] * 3} and budget.thresholds is None
     assert said == [f"no allocation tried is better than uniform densities: {tmp_path / 'budget.json'} holds these"]
 

@@ -222,7 +222,7 @@ def arguments(folder: Path, tmp_path: Path, /, **changes: Any) -> list[object]:
         ({"max-tokens": 0}, "--max-tokens must be at least 1, got 0"),
         ({"layers": "0,7"}, "this model has layers 0 to 2"),
         ({"layers": "first"}, "expected all, or a list such as 0,5-9"),
-        ({"label-format": "packed", "label-density": 1.5}, r"label share must lie in (0, 1], got 1.5"),
+        ({"label-format": "packed", "label-density": 1.5}, r"--label-density must lie in (0, 1], got 1.5"),
         ({"max-document-tokens": 0}, "must be"),
         ({"model": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
     ],

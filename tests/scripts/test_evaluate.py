@@ -153,6 +153,20 @@ def test_decode_speed_is_timed_beside_dense(folder: Path, tmp_path: Path) -> Non
     assert speed["labels"]["batch_size"] == 1 and speed["labels"]["num_tokens"] == 5
 
 
+def test_what_is_recorded_already_is_recorded_again_only_with_a_warning(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = [str(word) for word in flags(folder, tmp_path, method="random", max_windows=1)]
+    warned, lines = [], []
+    for more in ([], ["--seed", "1"], [], ["--resume"]):
+        run_stage(main, Options, [*words, *more])
+        warned.append(capsys.readouterr().err.count("r.jsonl holds records of this very run already"))
+        lines.append(len(read_records(tmp_path / "r.jsonl")))
+    assert warned == [0, 0, 1, 0] and lines == [2, 4, 6, 6]
+    (tmp_path / "r.jsonl").write_text("my notes\n\n")
+    assert "r.jsonl, line 1: not a result record" in one_error_line(main, Options, words, capsys)
+
+
 def flags(folder: Path, tmp_path: Path, /, **changes: Any) -> list[object]:
     values = {"model": folder / "model", "corpus": folder / "test.jsonl", "output": tmp_path / "r.jsonl", "window": 32}
     values |= {name.replace("_", "-"): value for name, value in changes.items()}

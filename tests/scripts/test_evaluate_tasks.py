@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lm_eval
@@ -70,7 +71,7 @@ def test_records_have_the_score_its_error_and_what_was_done(sweep: Path) -> None
     assert [record["metric"] for record in dense] == [record["metric"] for record in sparse] == ["acc", "acc_norm"]
     for ours, theirs in zip(sparse, dense, strict=True):
         assert ours["baseline"] == {"name": "dense", "value": theirs["value"]} and theirs["baseline"] is None
-        assert 0.0 <= ours["value"] <= 1.0 and ours["stderr"] >= 0.0
+        assert 0.0 <= ours["value"] <= 1.0 and (ours["stderr"] is None) == (ours["value"] in (0.0, 1.0))
         labels = ours["labels"]
         assert (labels["num_samples"], labels["num_fewshot"], labels["phase"]) == (2, 0, "all")
         assert labels["mlp_density"] == 0.5 and labels["weights"] == "trained" and labels["batch_size"] == 2
@@ -88,8 +89,22 @@ def test_a_group_is_reported_with_its_members(folder: Path, tmp_path: Path) -> N
         assert list(scores) == ["arithmetic_words", *(f"arithmetic_words_{steps}" for steps in STEPS)]
         group = scores["arithmetic_words"]
         assert (group["labels"]["num_samples"], group["labels"]["num_fewshot"]) == (len(STEPS), 1)
+        assert group["value"] == 0.0 and all(record["stderr"] is None for record in scores.values())
     agreements = [record["value"] for record in found if record["metric"] == "agreement"]
     assert agreements == [1.0] * (1 + len(STEPS)), "everything is active"
+
+
+@pytest.mark.parametrize(("num_samples", "stderr"), [(2, None), (29, None), (30, 0.0)])
+def test_a_standard_error_of_zero_is_recorded_of_many_answers_only(num_samples: int, stderr: float | None) -> None:
+    leaves = {"group": ["few", "many"], "many": ["many"]}
+    benchmark: Any = SimpleNamespace(name="group", reported=list(leaves), leaves=lambda task: leaves[task])
+    sizes = {"group": num_samples + 1000, "few": num_samples, "many": 1000}
+    scores = {"acc,none": 0.5, "acc_stderr,none": 0.0, "exact_match,none": 0.5, "exact_match_stderr,none": 0.25}
+    results = {task: {**scores, "sample_len": size} for task, size in sizes.items()}
+    found = scripts.task_runs._values({"results": results}, benchmark)
+    assert found["group", "acc", "none"] == (0.5, stderr) and found["many", "acc", "none"] == (0.5, 0.0)
+    assert found["group", "exact_match", "none"] == (0.5, 0.25)
+    assert scripts.task_runs._share([True] * num_samples) == (1.0, stderr)
 
 
 def test_agreement_is_the_share_of_the_dense_models_answers(folder: Path, sweep: Path, tmp_path: Path) -> None:

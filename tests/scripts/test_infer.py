@@ -163,6 +163,50 @@ def test_resume_keeps_the_answers_and_completes_the_rest(
     assert infer(folder, tmp_path, *lines, **options) == whole, "run twice: written anew, not appended"
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "oracle"}, "method is 'random' of its answers, 'oracle' now"),
+        ({"mlp_density": 0.3}, "mlp_density is 0.5 of its answers, 0.3 now"),
+        ({"sparse_phases": "all"}, "phase is 'decode' of its answers, 'all' now"),
+        ({"temperature": 0.7}, "temperature is 1.0 of its answers, 0.7 now"),
+        ({"max_new_tokens": 5}, "max_new_tokens is 4 of its answers, 5 now"),
+        ({"seed": 1}, "seed is 0 of its answers, 1 now"),
+        ({"echo": True}, "echo is False of its answers, True now"),
+        ({"dtype": "bfloat16"}, "dtype is 'float32' of its answers, 'bfloat16' now"),
+        ({"density_budget": "budget.json"}, "density_budget is None of its answers, '"),
+        ({"batch_size": 1, "overlap_tokens": 0}, None),
+    ],
+)
+def test_answers_made_with_other_options_are_not_resumed(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str | None
+) -> None:
+    lines = [{"prompt": "w1 w2"}, {"prompt": "w3"}]
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "method": "random", "dtype": "float32"}
+    infer(folder, tmp_path, *lines, **options)
+    output = tmp_path / "out.jsonl"
+    output.write_text(output.read_text().splitlines(keepends=True)[0])
+    before = output.read_bytes()
+    if "density_budget" in changes:
+        (tmp_path / "budget.json").write_text(json.dumps({"mlp": [0.4, 0.5, 0.6]}))  # the same mean
+        changes = {"density_budget": tmp_path / "budget.json"}
+    if message is None:  # how the work is cut changes nothing
+        assert len(infer(folder, tmp_path, *lines, resume=True, **options, **changes)) == 2
+        return
+    with pytest.raises(ValueError, match=f"cannot resume .*{message}.*leave out --resume to start afresh"):
+        infer(folder, tmp_path, *lines, resume=True, **{**options, **changes})
+    assert output.read_bytes() == before
+
+
+def test_answers_of_another_checkpoint_of_the_same_name_are_not_resumed(tmp_path: Path) -> None:
+    line = {"prompt_token_ids": [5, 6, 7]}
+    for seed, place in ((0, "here"), (1, "there")):
+        save_hf_folder(tmp_path / place / "model", LLAMA, seed)
+    infer(tmp_path / "here/model", tmp_path, line)
+    with pytest.raises(ValueError, match="cannot resume .*out.jsonl: checkpoint is '"):
+        infer(tmp_path / "there/model", tmp_path, line, resume=True)
+
+
 def test_sparse_runs_report_what_they_computed(folder: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "w1 w2"}, {"prompt": "w3"}]
     dense = infer(folder, tmp_path, *lines, max_new_tokens=5)

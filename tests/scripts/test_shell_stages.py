@@ -15,7 +15,7 @@ def run_shell_stage(checkout: Path, stage: str, *arguments: str, **variables: st
     """Run scripts/STAGE.sh of a checkout that holds only the shell files; `echo` stands in for Python."""
     shell = Path(scripts.infer.__file__).parent
     (checkout / "scripts").mkdir(exist_ok=True)
-    for name in ("presets.sh", f"{stage}.sh"):
+    for name in ("presets.sh", "usage.sh", f"{stage}.sh"):
         shutil.copy(shell / name, checkout / "scripts" / name)
     command = ["bash", str(checkout / "scripts" / f"{stage}.sh"), *arguments]
     environment = {**os.environ, "PYTHON": "echo", **variables}
@@ -37,6 +37,32 @@ def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Pat
     assert done.stdout.endswith(" --seed 7 8\n") and done.stderr.endswith("--seed 7\\ 8\n")
     distributed = run_shell_stage(tmp_path, stage, "SmolLM2", NUM_GPUS="4")
     assert distributed.stdout.startswith(f"-m torch.distributed.run --standalone --nproc-per-node 4 -m scripts.{stage}")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_shell_file_that_is_run_says_how_and_does_nothing_else(tmp_path: Path, flag: str) -> None:
+    shell = Path(scripts.infer.__file__).parent
+    shutil.copytree(shell, tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "benchmark", "__pycache__"))
+    files = [path for path in (tmp_path / "scripts").rglob("*.sh") if path.read_text().startswith("#!")]
+    assert {path.name for path in files} >= {"quickstart.sh", "test.sh", "evaluate.sh", "slurm.sh"}
+    environment = {**os.environ, "PYTHON": "false"}
+    for path in files:
+        done = subprocess.run(["bash", str(path), flag], env=environment, capture_output=True, text=True, cwd=tmp_path)
+        name = path.relative_to(tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), name
+        assert f"bash {name}" in done.stdout or f"sbatch {name}" in done.stdout
+        assert ("SmolLM2 Llama-3.2-3B" in done.stdout) == ("PRESET" in done.stdout)
+    assert not (tmp_path / "outputs").exists() and not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["infer", "--tp-size", "8"]])
+def test_the_slurm_recipe_outside_of_slurm_is_one_line(arguments: list[str]) -> None:
+    command = ["bash", str(Path(scripts.infer.__file__).parent / "recipes/slurm.sh"), *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: start this as a Slurm job: sbatch scripts/recipes/slurm.sh STAGE ")
+    assert done.stderr.count("\n") == 1
 
 
 # Stands in for Python: notes its arguments, and as evaluate adds a line to --output unless it is told to fail.

@@ -63,6 +63,27 @@ def test_the_stage_leaves_predictors_calibration_metrics_and_a_manifest(folder: 
     load_predictors(tmp_path / "p", tiny_decoder(LLAMA))
 
 
+def test_finished_predictors_are_kept_and_never_replaced_by_those_of_other_options(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_stage(main, Options, flags(folder, tmp_path / "p"))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()}
+    monkeypatch.setattr(scripts.train, "fit_block", lambda *arguments: pytest.fail("training began"))
+    run_stage(main, Options, [word for word in flags(folder, tmp_path / "p") if word != "--quiet"])
+    assert "holds the predictors of these options: nothing to do" in capsys.readouterr().err
+    collect(folder / "model", tmp_path / "store", ragged_documents([40] * 30, seed=7))
+    collect(folder / "model", tmp_path / "some", ragged_documents([40] * 30), layers="1,2")
+    monkeypatch.setattr(Options, "load", lambda options: pytest.fail("the model was loaded"))
+    for changes, message in (
+        ({"steps": 5}, "already holds predictors: steps is 4 there, 5 now; give another --output-dir, or remove"),
+        ({"densities": (0.5,), "seed": 1}, "densities is [0.5, 0.3] there, [0.5] now; seed is 0 there, 1 now; give"),
+        ({"activations": tmp_path / "store"}, "they were trained on other activations; give another --output-dir"),
+        ({"activations": tmp_path / "some"}, "holds predictors: they were trained on other activations; give"),
+    ):
+        assert message in one_error_line(main, Options, flags(folder, tmp_path / "p", **changes), capsys)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()} == before
+
+
 def test_deja_vus_recipe_is_reachable_by_flags(folder: Path, tmp_path: Path) -> None:
     recipe = {"loss": "bce", "initialisation": "random", "predictor_rank": 24, "rule": "topk", "standin_rank": 0}
     run_stage(main, Options, flags(folder, tmp_path / "p", **recipe, steps=150, learning_rate=0.01))
@@ -183,8 +204,8 @@ def test_packed_labels_train_with_bce_and_serve_what_they_can(tmp_path: Path) ->
         ({"standin_rank": "-1"}, "--standin-rank must be auto or a whole number of at least 0"),
         ({"steps": -1}, "--steps must be at least 0"),
         ({"batch_rows": 0}, "--batch-rows at least 1"),
-        ({"densities": (0.5, 1.5)}, "density must lie in (0, 1], got 1.5"),
-        ({"label_density": 0.0}, "label share must lie in (0, 1], got 0.0"),
+        ({"densities": (0.5, 1.5)}, "--densities and --label-density must lie in (0, 1], got 1.5"),
+        ({"label_density": 0.0}, "--label-density must lie in (0, 1], got 0.0"),
         ({"activations": "nowhere"}, "nowhere/manifest.json does not exist"),
         ({"model": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
         ({"refine_steps": 2, "refine_window": 5000}, None),

@@ -54,7 +54,7 @@ def test_a_block_alone_costs_what_a_run_with_it_costs(
     chosen = selection(method, trained(variant), 0.9)
     grids: dict[Block, list[float]] = {block: [0.3, 0.6] if block == "mlp" else [0.5] for block in blocks}
     calls: list[int] = []
-    found = block_divergences(model, chosen, grids, tokens, lambda: calls.append(1))
+    found = block_divergences(model, chosen, grids, tokens, lambda: calls.append(1), batch_size=4)
     assert len(calls) == 6 and set(found) == {(layer, block) for layer in range(3) for block in blocks}
     assert model.stats is None and model.max_lookahead == 0 and not any(b.block.selector for b in model.half_blocks)
     for (layer, block), losses in found.items():
@@ -83,9 +83,15 @@ def test_thresholds_set_in_a_run_keep_each_layers_density(trained: Trained) -> N
 
 def test_divergence_of_a_run_leaves_its_statistics(trained: Trained) -> None:
     model, tokens = tiny_decoder(KINDS["llama"]), random_tokens(5, 40)
-    assert divergence_of(model, lambda: attach_selection(model, Selection()), tokens) == pytest.approx(0.0, abs=1e-6)
-    found = divergence_of(model, lambda: attach_selection(model, selection("teal", trained(), 0.3)), tokens)
+    dense = divergence_of(model, lambda: attach_selection(model, Selection()), tokens, batch_size=5)
+    assert dense == pytest.approx(0.0, abs=1e-6)
+    teal = selection("teal", trained(), 0.3)
+    found = divergence_of(model, lambda: attach_selection(model, teal), tokens, batch_size=5)
     assert found > 1e-4 and model.stats is not None
     assert thinned_densities(model) == pytest.approx([0.3] * 3, abs=0.1)
     assert [part.seen.host + int(part.seen.device or 0) for part, _ in model.mlp(0).thinned_parts()][0] == 5 * 40 * 48
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda model, given: rows.append(len(given[0])))
+    assert divergence_of(model, lambda: None, tokens, batch_size=2) < 1e-6, "dense: what is attached goes first"
+    assert rows == [2, 2, 1, 2, 2, 1], "so many windows together, dense and sparse"
     remove_sparsity(model)

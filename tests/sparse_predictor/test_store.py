@@ -114,8 +114,15 @@ def truncate(name: str) -> Callable[[Path], None]:
         (edit_manifest(config_hash="0" * 12), ValueError, "do not belong to this model"),
         (edit_manifest(weights_sample=[0.5] * 48), ValueError, "same configuration but other weights"),
         (edit_manifest(blocks=["mlp", "experts"]), ValueError, "unknown block 'experts'"),
-        (edit_manifest(surprise=1), ValueError, "not a predictor manifest"),
-        (lambda directory: (directory / "manifest.json").write_text("{"), ValueError, "not a predictor manifest"),
+        (edit_manifest(training=None), ValueError, "definitions or training is no valid value"),
+        (edit_manifest(surprise=1), ValueError, "not a predictor manifest .it has an unknown surprise.; give a"),
+        (lambda directory: (directory / "manifest.json").write_text("{"), ValueError, "manifest .not JSON: "),
+        (lambda directory: (directory / "manifest.json").write_text("[1]"), ValueError, "manifest .no JSON object.$"),
+        (
+            lambda directory: (directory / "manifest.json").write_text('{"format": "x", "layers": [0]}'),
+            ValueError,
+            "manifest.json: not a predictor manifest .it has no model_id.; give a directory that scripts.train wrote$",
+        ),
     ],
     ids=lambda value: None,
 )

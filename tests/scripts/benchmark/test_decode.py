@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 
 import scripts.benchmark.decode
 from analysis.results import Record, read_records
 from analysis.tables import all_tables
 from modules.checkpoint import random_model
 from modules.config import ModelConfig
-from scripts.benchmark import hugging_face
+from scripts.benchmark import hugging_face, shapes
 from scripts.benchmark.achieved import measure_achieved
 from scripts.benchmark.decoding_check import DecodingCheck, Limits
 from scripts.benchmark.engine import bytes_of_weights
@@ -69,6 +70,37 @@ def test_a_sparse_random_model_is_timed_beside_our_dense_one_at_the_density_aske
     assert record["largest_logprob_difference"] < 1e-9
     assert 0 < record["share_of_ceiling"] == record["achieved_gb_per_s"] / CEILING
     assert set(all_tables(records)) == {"one_gpu_decode"}
+
+
+def test_the_log_says_how_large_a_model_is_before_it_is_drawn_and_what_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    sink = logger.add(said.append, level="INFO", format="{message}")
+    draw = shapes.random_model
+    monkeypatch.setattr(shapes, "random_model", lambda *given, **more: said.append("drawn\n") or draw(*given, **more))
+    try:
+        decode(tmp_path, method="static", baseline="hf-eager", new_tokens=4)
+    finally:
+        logger.remove(sink)
+    num_bytes = 4 * sum(parameter.numel() for parameter in draw(CONFIG).parameters())
+    size = f"tiny: drawing random weights of 4 layers, {num_bytes / 2**30:.2f} GiB in all as torch.float32, on cpu"
+    first, timed = "first, 2 layers: whether static decodes what a masked prefill does", "to time, of 24 prompt tokens"
+    expected = [
+        first,
+        "of 2 layers",
+        "drawn",
+        timed,
+        size,
+        "drawn",
+        "timing our dense",
+        timed,
+        "timing Hugging",
+        "timing static",
+    ]
+    heard = iter(said)
+    for words in expected:
+        assert any(words in line for line in heard), (words, said)
 
 
 def test_everything_active_goes_the_sparse_way_and_moves_the_dense_bytes_and_the_predictor(tmp_path: Path) -> None:
