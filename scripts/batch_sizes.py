@@ -67,7 +67,7 @@ class BatchSizes:
         model, device = self._loaded.model, self._loaded.model.device
         num_tokens = min(PROBE_TOKENS, model.config.max_position_embeddings)
         peaks = []
-        for rows in (1, 1, 3):  # the first sets libraries up
+        for rows in (3, 1, 3):  # the first sets libraries up, workspaces of the larger size included
             torch.cuda.reset_peak_memory_stats(device)
             token_ids = torch.zeros(rows, num_tokens, dtype=torch.int64, device=device)
             hidden_states = model(token_ids, phase="prefill")
