@@ -4,9 +4,11 @@ A graph fixes every shape and address: the rows are padded to a captured size, a
 what the host decides (tokens, lengths) is copied into the graph's own inputs. On a pipeline stage the hand-offs stay
 outside of the graph.
 
-Where one process has the whole model, a graph also chooses the tokens and prepares its own inputs for the next step.
-That step is replayed before the host has read this one, so the device does not wait for the host, once a token. What
-the host then asks for is mostly what already runs (`StepInputs` say so); else the step ahead is discarded.
+Where a process has all layers, a graph also chooses the tokens and prepares its own inputs for the next step. That step
+is replayed before the host has read this one, so the device does not wait for the host, once a token. What the host
+then asks for is mostly what already runs (`StepInputs` say so); else the step ahead is discarded. Ranks that share
+layers have the same logits, so they choose and discard alike; but they run ahead in greedy steps only, since a sampled
+one adds up probabilities in an order that may differ between devices.
 
 Legend: B rows of a step, V vocabulary, C blocks that choose their units.
 """
@@ -144,7 +146,7 @@ def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) ->
 class DecodeGraphs:
     """The decode steps of one cache (see `can_capture`). `chooses`: a step chooses its tokens itself, however they are
     sampled; elsewhere, on a part of a model, its choice is always the greedy one. `steps_ahead` counts the steps that
-    ran before they were asked for, `used` and `discarded`.
+    ran before they were asked for (where all layers are here), `used` and `discarded`.
 
     Why a discarded step does no harm, though it has written to the cache. It wrote at one position of each row, which
     is the row's length as the host has it by then (`StepInputs.followed_by`): nothing that is valid. A row that goes on
@@ -157,10 +159,11 @@ class DecodeGraphs:
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self.model, self.cache = model, cache
         cache.has_static_shapes = True
-        self.chooses = model.links is None and not model.shards
+        self.has_all_layers = model.links is None
+        self.chooses = self.has_all_layers and not model.shards
         self.steps_ahead = {"used": 0, "discarded": 0}
         self._ahead: StepAhead | None = None
-        self._steps: dict[tuple[int, bool], CapturedStep] = {}
+        self._steps: dict[tuple[int, bool, bool], CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
     def size_for(self, num_rows: int) -> int:
@@ -181,7 +184,8 @@ class DecodeGraphs:
         message = running.message if running is not None and is_used else self._replay(step)
         outputs, following = step.outputs, None
         # The next position of every row must be there: what lies beyond the cache cannot be written harmlessly.
-        if ahead and self.chooses and max(inputs.lengths) + 1 < self.cache.max_seqlen:
+        chosen = self.chooses or (self.has_all_layers and not any(each.temperature for each in inputs.sampling))
+        if ahead and chosen and max(inputs.lengths) + 1 < self.cache.max_seqlen:
             following = self._replay(step)
         facts = torch.empty(3, num_rows) if message is None else message.read()[:, :num_rows]
         if self.model.stats is not None:
@@ -195,7 +199,9 @@ class DecodeGraphs:
 
     def filled(self, inputs: StepInputs) -> CapturedStep:
         """The graph for these inputs, which it holds now."""
-        step = self.prepare(len(inputs.token_ids), samples=any(options.temperature for options in inputs.sampling))
+        samples = any(options.temperature for options in inputs.sampling)
+        limited = any(options.is_limited for options in inputs.sampling)
+        step = self.prepare(len(inputs.token_ids), samples=samples, limited=limited)
         host = inputs.packed(step.inputs.shape[1])
         step.inputs.copy_(host.pin_memory() if step.inputs.is_cuda else host, non_blocking=True)
         return step
@@ -216,15 +222,15 @@ class DecodeGraphs:
             message.start()
         return message
 
-    def prepare(self, num_rows: int, *, samples: bool = False) -> CapturedStep:
-        """The graph for so many rows, captured now if there is none yet. `samples`: some rows may be sampled, for which
-        the vocabulary is sorted; a batch that is all greedy does without."""
-        place = (self.size_for(num_rows), samples and self.chooses)
+    def prepare(self, num_rows: int, *, samples: bool = False, limited: bool = False) -> CapturedStep:
+        """The graph for so many rows, captured now if there is none yet. `samples`: some rows are sampled; `limited`:
+        with a top_k or top_p, for which the vocabulary is sorted; other batches do without."""
+        place = (self.size_for(num_rows), samples and self.chooses, limited and self.chooses)
         if place not in self._steps:
             self._steps[place] = self._capture(*place)
         return self._steps[place]
 
-    def _capture(self, size: int, samples: bool) -> CapturedStep:
+    def _capture(self, size: int, samples: bool, limited: bool) -> CapturedStep:
         model, device = self.model, self.model.device
         inputs = torch.zeros(8, size, dtype=torch.int64, device=device)
         received = None
@@ -251,8 +257,8 @@ class DecodeGraphs:
             if logits is None:
                 assert not counts.table(size), "counts of a stage without the head have no message to go with"
                 return StepOutputs(forward_pass, states, counts)
-            facts = _choose(logits, inputs if samples else None)
-            if self.chooses:
+            facts = _choose(logits, inputs if samples else None, limited)
+            if self.has_all_layers:
                 inputs[_TOKEN] = facts[0]
                 inputs[_LENGTH : _STEP + 1] += inputs[_GROWTH]
             return StepOutputs(forward_pass, states, counts, logits, stacked([facts, *counts.table(size)], size))
@@ -266,8 +272,9 @@ class DecodeGraphs:
         return CapturedStep(replay, inputs, received, outputs, cycle(messages))
 
 
-def _choose(logits: Tensor, inputs: Tensor | None) -> Tensor:
-    """float64 [3, B]: token, log-probability, 1 where the logits are finite. `inputs` None: the greedy choice."""
+def _choose(logits: Tensor, inputs: Tensor | None, limited: bool) -> Tensor:
+    """float64 [3, B]: token, log-probability, 1 where the logits are finite. `inputs` None: the greedy choice;
+    `limited` as of `sample_on_device`."""
     if inputs is None and logits.dtype == torch.float32:
         return greedy_choice(logits)
     if inputs is None:
@@ -275,6 +282,6 @@ def _choose(logits: Tensor, inputs: Tensor | None) -> Tensor:
     else:
         temperature, top_p = (inputs[place].view(torch.float64) for place in (_TEMPERATURE, _TOP_P))
         uniforms = stream_uniforms(inputs[_STREAM], inputs[_STEP])
-        chosen = sample_on_device(logits, temperature, inputs[_TOP_K], top_p, uniforms)
+        chosen = sample_on_device(logits, temperature, inputs[_TOP_K], top_p, uniforms, limited=limited)
     facts = (chosen, chosen_logprobs(logits, chosen), logits.amax(-1).isfinite())
     return stacked([fact[None] for fact in facts], len(chosen))

@@ -171,7 +171,9 @@ class _Loop:
         for part in thinned:
             part.kept, part.seen = Count(), Count()
         prompt = self.queue[0].request.prompt_token_ids
-        kinds = {row.request.sampling.temperature > 0.0 for row in self.queue}  # of both: batches may be all greedy
+        # Of all kinds there are: batches may be all greedy.
+        options = [row.request.sampling for row in self.queue]
+        kinds = {(one.temperature > 0.0, one.is_limited) for one in options}
         for microbatch in self.microbatches:
             token_ids, lengths = pad_right([prompt], self.model.device)
             cache = microbatch.cache.fresh_rows([0])
@@ -180,8 +182,8 @@ class _Loop:
                 self.model.logits(hidden_states[:, -1])
             if microbatch.graphs is not None:
                 for num_rows in range(1, microbatch.num_rows + 1):
-                    for samples in kinds:
-                        microbatch.graphs.prepare(num_rows, samples=samples)
+                    for samples, limited in kinds:
+                        microbatch.graphs.prepare(num_rows, samples=samples, limited=limited)
             elif len(prompt) < microbatch.cache.max_seqlen:
                 cache = microbatch.cache.first_rows(1, lengths, len(prompt))
                 hidden_states = self.model(token_ids[:, -1:], cache=cache, phase="decode")

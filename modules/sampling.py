@@ -42,6 +42,11 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.temperature > 0.0 and (self.top_k != -1 or self.top_p < 1.0)
+
 
 class NonFiniteLogitsError(ValueError):
     """Logits with NaN or +inf, or with no finite entry: there is no distribution to choose from."""
@@ -194,23 +199,29 @@ def kept_tokens(weights: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
     return values.masked_fill((before >= top_p * total) & (top_p < 1.0), 0.0), ids.gather(-1, order)
 
 
-def sample_on_device(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor) -> Tensor:
+def sample_on_device(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor, *, limited: bool = True
+) -> Tensor:
     """`sample` of logits [B, V] in fixed shapes and without a host read, so that a CUDA graph can hold it.
 
     Options as `SamplingParams` has them: temperature, top_p and uniforms float64 [B], top_k int64 [B] -> token ids
     int64 [B]. Logits that are not finite give some id of the vocabulary: it is for the caller to refuse them.
+    `limited` False promises that no row has a top_k or a top_p: then the vocabulary is not sorted.
     """
     vocab_size = logits.shape[-1]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cooled = temperature.to(wide.dtype)[:, None].clamp(min=torch.finfo(wide.dtype).tiny)
     weights = ((wide - wide.amax(-1, keepdim=True)) / cooled).exp()
+    if not limited:
+        drawn = _inverse_cdf(weights, uniforms).clamp(max=vocab_size - 1)
+        return torch.where(temperature > 0.0, drawn, greedy(logits))
     # Rows with a limit draw in order of likelihood, the others in order of token id, as in `_draw`.
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
     ids = torch.arange(vocab_size, device=logits.device)
-    limited = ((top_k != -1) | (top_p < 1.0))[:, None]
-    order = torch.where(limited, order, ids)
+    has_limit = ((top_k != -1) | (top_p < 1.0))[:, None]
+    order = torch.where(has_limit, order, ids)
     count = torch.where(top_k == -1, vocab_size, top_k.clamp(max=vocab_size))[:, None]
-    values = torch.where(limited, ordered, weights).masked_fill(ids >= count, 0.0)
+    values = torch.where(has_limit, ordered, weights).masked_fill(ids >= count, 0.0)
     cumulative = values.cumsum(-1, dtype=torch.float64)
     everything = weights.sum(-1, keepdim=True, dtype=torch.float64)
     total = torch.where(count == vocab_size, everything, cumulative[:, -1:])

@@ -103,14 +103,19 @@ def test_each_step_but_the_first_runs_before_it_is_asked_for(graphs_on_a_cpu: Pl
     assert graphs_on_a_cpu.made[1].steps_ahead == {"used": 6, "discarded": 1}
 
 
-def test_a_part_of_a_model_does_not_run_ahead(graphs_on_a_cpu: PlayedGraphs) -> None:
+def test_ranks_that_share_layers_run_ahead_in_greedy_steps_only(graphs_on_a_cpu: PlayedGraphs) -> None:
     model = tiny_decoder(LLAMA, dtype=torch.float64)
     mixed = [replace(each, sampling=sampling) for each, sampling in zip(requests(), SAMPLING, strict=True)]
     whole = generate(model, mixed, batch_size=3, eos_token_ids=())
+    greedy = generate(model, requests(), batch_size=3, eos_token_ids=())
     model.shards["lm_head.weight"] = object()  # type: ignore[assignment]
-    part = generate(model, mixed, batch_size=3, eos_token_ids=())
-    assert [each.token_ids for each in part] == [each.token_ids for each in whole]
-    assert graphs_on_a_cpu.made[1].steps_ahead == {"used": 0, "discarded": 0}
+    sampling = [each for each in mixed if each.sampling.temperature]
+    for asked, expected in ((mixed, whole), (requests(), greedy), (sampling, None)):
+        found = generate(model, asked, batch_size=3, eos_token_ids=())
+        assert expected is None or [each.token_ids for each in found] == [each.token_ids for each in expected]
+    of_whole, of_part = graphs_on_a_cpu.made[1].steps_ahead, graphs_on_a_cpu.made[3].steps_ahead
+    assert of_part == of_whole and of_part["used"] > 0
+    assert graphs_on_a_cpu.made[4].steps_ahead == {"used": 0, "discarded": 0}
 
 
 @pytest.mark.parametrize(("sampled", "num_steps"), [([], 4), ([1], 8), ([0, 1, 2, 3, 4], 4)])

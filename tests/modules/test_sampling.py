@@ -135,7 +135,9 @@ def test_uniform_numbers_of_a_device_are_those_of_the_host() -> None:
         assert found.tolist() == [uniform(seed, step + shift) for seed, step in zip(seeds, steps, strict=True)]
 
 
-def drawn_on_device(logits: torch.Tensor, params: list[SamplingParams], steps: list[int]) -> list[int]:
+def drawn_on_device(
+    logits: torch.Tensor, params: list[SamplingParams], steps: list[int], *, limited: bool = True
+) -> list[int]:
     streams = torch.tensor([stream_of(row.seed) for row in params])
     return sample_on_device(
         logits,
@@ -143,6 +145,7 @@ def drawn_on_device(logits: torch.Tensor, params: list[SamplingParams], steps: l
         torch.tensor([row.top_k for row in params]),
         torch.tensor([row.top_p for row in params], dtype=torch.float64),
         stream_uniforms(streams, torch.tensor(steps)),
+        limited=limited,
     ).tolist()
 
 
@@ -167,10 +170,22 @@ def test_the_draw_of_a_device_is_that_of_the_host(dtype: torch.dtype, vocab_size
         assert drawn_on_device(logits, OPTIONS, steps) == sample(logits, OPTIONS, steps).tolist()
 
 
+def test_rows_without_limits_are_drawn_without_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited = [options for options in OPTIONS if not options.is_limited]
+    assert {options.temperature for options in unlimited} == {options.temperature for options in OPTIONS}
+    logits = torch.randn(len(unlimited), 300, generator=torch.Generator().manual_seed(5)) * 4
+    steps = list(range(len(unlimited)))
+    expected = drawn_on_device(logits, unlimited, steps)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    assert drawn_on_device(logits, unlimited, steps, limited=False) == expected
+
+
+@pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_broken_logits_give_a_device_some_id_of_the_vocabulary(bad: float) -> None:
+def test_broken_logits_give_a_device_some_id_of_the_vocabulary(bad: float, limited: bool) -> None:
     logits = torch.full((len(OPTIONS), VOCAB), bad)
-    assert all(0 <= token_id < VOCAB for token_id in drawn_on_device(logits, OPTIONS, [3] * len(OPTIONS)))
+    drawn = drawn_on_device(logits, OPTIONS, [3] * len(OPTIONS), limited=limited)
+    assert all(0 <= token_id < VOCAB for token_id in drawn)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
