@@ -47,6 +47,16 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": LLAMA3_ROPE | {"factor": 8.0},
     },
+    # Its first 8 layers of 80: wide enough to be one, small enough for one GPU.
+    "Llama-3.1-70B-8-layers": LLAMA3
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+        "rope_parameters": LLAMA3_ROPE | {"factor": 8.0},
+    },
     "OPT-6.7B": {
         "model_type": "opt",
         "vocab_size": 50272,
