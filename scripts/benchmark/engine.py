@@ -38,7 +38,7 @@ class Options:
     output: Path
     """JSON lines; records are appended."""
     shape: str = "Llama-3.1-8B"
-    """Whose shape the random model has: Llama-3.2-3B, Llama-3.1-8B, Llama-3.1-70B-8-layers, OPT-6.7B, SmolLM2 or tiny."""
+    """Whose shape the random model has: Llama-3.2-3B, Llama-3.1-8B or -70B-8-layers, OPT-6.7B, SmolLM2 or tiny."""
     batch_size: tuple[int, ...] = (1,)
     """Sequences run together; each is a measurement."""
     prompt_tokens: int = 512
