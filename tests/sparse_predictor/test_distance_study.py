@@ -1,0 +1,299 @@
+"""What predictors lose to distance, against regressions, sets and runs written out in a few lines."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sparse_predictor.lookahead_fits as lookahead_fits
+from modules.decoder import Decoder
+from modules.sparsity import BLOCKS, Block
+from sparse_predictor.bootstrap import Resampling, interval_of
+from sparse_predictor.distance_plan import spread_layers
+from sparse_predictor.distance_study import DistancePoint, distance_study
+from sparse_predictor.low_rank import RIDGE
+from tests.modules.tiny_kinds import KINDS, random_tokens
+from tests.modules.tiny_models import tiny_decoder
+
+Seen = dict[tuple[Block, int], np.ndarray]
+CALIBRATION, TEST = random_tokens(16, 20, seed=3), random_tokens(6, 25, seed=4)
+OPTIONS: dict[str, Any] = {
+    "lookaheads": (0, 1, 2),
+    "study_lookaheads": (0, 2),
+    "ranks": (1, 5),
+    "calibration_tokens": (170, 320),
+    "mlp_density": 0.4,
+}
+DENSITY: dict[Block, float] = {"mlp": 0.4, "attention": 0.5}
+
+
+def watch(model: Decoder, inputs: Seen, sizes: Seen) -> None:
+    """Note what every block reads, and what its units write, by rows."""
+    for layer in range(3):
+        mlp, attention = model.mlp(layer), model.attention(layer)
+        norms = mlp.down_proj.weight.norm(dim=1)
+
+        def note(found: Seen, place: tuple[Block, int], values: torch.Tensor) -> None:
+            found[place] = values.flatten(0, 1).numpy()
+
+        mlp.register_forward_pre_hook(lambda _, args, i=layer: note(inputs, ("mlp", i), args[0]))
+        attention.register_forward_pre_hook(lambda _, args, i=layer: note(inputs, ("attention", i), args[0]))
+        mlp.activations.register_forward_hook(
+            lambda _, args, out, i=layer, n=norms: note(sizes, ("mlp", i), out.abs() * n)
+        )
+        attention.head_outputs.register_forward_hook(
+            lambda _, args, out, i=layer, g=attention.num_units: note(
+                sizes, ("attention", i), out.unflatten(2, (g, -1)).square().sum((3, 4)).sqrt()
+            )
+        )
+
+
+def seen_by(kind: str, windows: torch.Tensor) -> tuple[Seen, Seen]:
+    model, inputs, sizes = tiny_decoder(KINDS[kind], dtype=torch.float64), {}, {}
+    watch(model, inputs, sizes)
+    with torch.no_grad():
+        model(windows)
+    return inputs, sizes
+
+
+def regression(x: np.ndarray, sizes: np.ndarray, rank: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Least squares on the root of relative sizes, cut to the strongest `rank` directions of what it fits."""
+    y = np.sqrt(np.minimum(sizes / sizes.mean(1, keepdims=True), 12.0))
+    centred, target = x - x.mean(0), y - y.mean(0)
+    ridge = math.sqrt(len(x) * RIDGE * (centred**2).mean())
+    augmented = np.vstack([centred, ridge * np.eye(x.shape[1])])
+    full = np.linalg.lstsq(augmented, np.vstack([target, np.zeros((x.shape[1], y.shape[1]))]), rcond=None)[0]
+    directions = np.linalg.svd(augmented @ full, full_matrices=False)[2][:rank]
+    return lambda rows: y.mean(0) + (rows - x.mean(0)) @ full @ directions.T @ directions
+
+
+def top(scores: np.ndarray, density: float) -> np.ndarray:
+    count = int(density * scores.shape[1] + 0.5)
+    chosen = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(chosen, np.argsort(-scores, axis=1, kind="stable")[:, :count], True, axis=1)
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "opt-post-norm-projected"])
+def test_recalls_are_those_of_regressions_written_out(kind: str) -> None:
+    points = distance_study(tiny_decoder(KINDS[kind], dtype=torch.float64), CALIBRATION, TEST, **OPTIONS)
+    learnt, sizes = seen_by(kind, CALIBRATION)
+    tested, true_sizes = seen_by(kind, TEST)
+
+    def found(point: DistancePoint, lookahead: int, rank: int, rows: int) -> tuple[list[int], list[int], int]:
+        """Units found by layer, true units by layer, units chosen."""
+        both, true, chosen = [], [], 0
+        for layer in range(point.lookahead, 3):
+            here, source = (point.block, layer), (point.block, layer - lookahead)
+            predict = regression(learnt[source][:rows], sizes[here][:rows], rank)
+            predicted = top(predict(tested[source]), DENSITY[point.block])
+            truth = top(true_sizes[here], DENSITY[point.block]) & (true_sizes[here] > 0)
+            both.append(int((predicted & truth).sum()))
+            true.append(int(truth.sum()))
+            chosen += int(predicted.sum())
+        return both, true, chosen
+
+    assert {(p.study, p.block) for p in points} == {
+        (study, block) for study in ("lookahead", "rank", "calibration_tokens") for block in BLOCKS
+    }
+    for point in points:
+        rank, rows = point.predictor_rank, point.calibration_tokens
+        both, true, chosen = found(point, point.lookahead, rank, rows)
+        own, _, _ = found(point, 0, rank, rows)
+        static, _, _ = found(point, 0, 0, 320)
+        assert point.recall == pytest.approx(sum(both) / sum(true))
+        assert point.precision == pytest.approx(sum(both) / chosen)
+        assert point.own_recall == pytest.approx(sum(own) / sum(true))
+        assert point.recall_drop == pytest.approx((sum(both) - sum(own)) / sum(true))
+        assert point.static_recall == pytest.approx(sum(static) / sum(true))
+        assert point.per_layer_recall[: point.lookahead] == [None] * point.lookahead
+        assert point.per_layer_recall[point.lookahead :] == pytest.approx(
+            [a / b for a, b in zip(both, true, strict=True)]
+        )
+        units = true_sizes[point.block, 0].shape[1]
+        assert point.predicted_density == pytest.approx(chosen / (150 * units * len(true)))
+        assert point.true_density == pytest.approx(sum(true) / (150 * units * len(true)))
+        assert point.num_tokens == 150 and point.perplexity is None
+
+
+def test_points_are_those_asked_for() -> None:
+    points = distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST, **OPTIONS)
+    neurons = [p for p in points if p.block == "mlp"]
+    assert [(p.study, p.lookahead, p.predictor_rank, p.calibration_tokens) for p in neurons] == [
+        *(("lookahead", lookahead, 8, 320) for lookahead in (0, 1, 2)),
+        *(("rank", lookahead, rank, 320) for rank in (1, 5) for lookahead in (0, 2)),
+        *(("calibration_tokens", lookahead, 8, amount) for amount in (160, 320) for lookahead in (0, 2)),
+    ]  # 170 tokens are 8 whole windows
+    assert {p.predictor_rank for p in points if p.block == "attention"} == {1, 2}  # two groups have no map of rank 5
+    far = distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST)  # three layers have no look-ahead above 2
+    assert {p.lookahead for p in far} == {0, 1, 2} and {p.lookahead for p in far if p.study == "rank"} == {0, 2}
+    assert sorted({p.calibration_tokens for p in far}) == [40, 80, 160, 320]
+    assert sorted({p.predictor_rank for p in far if p.block == "mlp"}) == [2, 4, 8, 16, 32]
+
+
+def test_intervals_are_percentiles_over_windows_drawn_again_and_differences_are_paired() -> None:
+    found, true = torch.tensor([30.0, 44, 25, 38, 41, 29]), torch.tensor([60.0, 70, 50, 60, 62, 55])
+    resampling = Resampling(6, seed=0)
+    rng = np.random.default_rng(1)
+    draws = rng.integers(6, size=(200_000, 6))
+    expected = np.percentile(found.numpy()[draws].sum(1) / true.numpy()[draws].sum(1), [2.5, 97.5])
+    assert interval_of(resampling.ratios(found, true)) == pytest.approx(expected, abs=0.005)
+    # A constant difference has no uncertainty when paired, whatever that of its parts.
+    halved = resampling.ratios(found, true) - resampling.ratios(found - 0.1 * true, true)
+    assert interval_of(halved) == pytest.approx((0.1, 0.1))
+    assert torch.equal(Resampling(6, seed=0).times_drawn, resampling.times_drawn)
+    assert not torch.equal(Resampling(6, seed=1).times_drawn, resampling.times_drawn)
+
+
+def test_intervals_hold_their_values() -> None:
+    for point in distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST, **OPTIONS):
+        assert point.recall_interval[0] < point.recall < point.recall_interval[1]
+        assert point.static_recall_interval[0] <= point.static_recall <= point.static_recall_interval[1]
+        assert point.own_recall_interval[0] < point.own_recall < point.own_recall_interval[1]
+        if point.lookahead == 0:
+            assert (
+                point.own_recall == point.recall
+                and point.recall_drop == 0.0
+                and point.recall_drop_interval == (0.0, 0.0)
+            )
+        else:
+            assert point.recall_drop_interval[0] < point.recall_drop < point.recall_drop_interval[1]
+
+
+@pytest.mark.parametrize(("block", "lookahead"), [("mlp", 0), ("mlp", 2), ("attention", 1)])
+def test_perplexity_is_that_of_the_model_with_the_units_masked_by_hand(block: Block, lookahead: int) -> None:
+    options = OPTIONS | {"perplexity_lookaheads": (0, lookahead), "perplexity_windows": 4}
+    points = distance_study(tiny_decoder(KINDS["llama"], dtype=torch.float64), CALIBRATION, TEST, **options)
+    (point,) = [p for p in points if (p.study, p.block, p.lookahead) == ("lookahead", block, lookahead)]
+    learnt, sizes = seen_by("llama", CALIBRATION)
+    model, inputs = tiny_decoder(KINDS["llama"], dtype=torch.float64), {}
+
+    def losses() -> torch.Tensor:
+        with torch.no_grad():
+            logits = model.logits(model(TEST[:4]))[:, :-1]
+        return -logits.log_softmax(-1).gather(-1, TEST[:4, 1:, None]).mean((1, 2))
+
+    dense = losses()
+    watch(model, inputs, {})
+    for layer in range(3):
+        source = block, layer - lookahead if layer >= lookahead else layer
+        predict = regression(learnt[source], sizes[block, layer], point.predictor_rank)
+
+        def mask(_: Any, args: Any, out: torch.Tensor, source: Any = source, predict: Any = predict) -> torch.Tensor:
+            chosen = torch.from_numpy(top(predict(inputs[source]), DENSITY[block])).unflatten(0, out.shape[:2])
+            if block == "attention":
+                chosen = chosen.repeat_interleave(3, dim=2)[..., None]  # queries of a group
+            return out * chosen
+
+        inner = model.mlp(layer).activations if block == "mlp" else model.attention(layer).head_outputs
+        inner.register_forward_hook(mask)
+    sparse = losses()
+    assert point.perplexity == pytest.approx(math.exp(float(sparse.mean())), rel=1e-6)
+    assert point.dense_perplexity == pytest.approx(math.exp(float(dense.mean())), rel=1e-9)
+    assert point.perplexity_tokens == 100
+    assert point.perplexity_ratio_interval is not None and point.loss_rise_interval is not None
+    low, high = point.perplexity_ratio_interval
+    assert low < math.exp(float((sparse - dense).mean())) < high
+    assert point.loss_rise_interval[0] <= point.loss_rise <= point.loss_rise_interval[1]
+    (own,) = [p for p in points if (p.study, p.block, p.lookahead) == ("lookahead", block, 0)]
+    assert own.loss_rise == 0.0
+    assert point.loss_rise == pytest.approx(math.log(point.perplexity / own.perplexity), abs=1e-9)
+
+
+def test_perplexity_is_measured_where_asked_and_the_model_left_dense() -> None:
+    model, steps = tiny_decoder(KINDS["llama"]), []
+    points = distance_study(
+        model,
+        CALIBRATION,
+        TEST,
+        **OPTIONS,
+        perplexity_lookaheads=(2,),
+        perplexity_studies=("lookahead", "rank"),
+        on_step=lambda done, total: steps.append((done, total)),
+    )
+    measured = {(p.study, p.block, p.lookahead, p.predictor_rank) for p in points if p.perplexity is not None}
+    # With a point, whatever has the same setting: what it is compared with, and where studies meet.
+    assert {(study, lookahead, rank) for study, block, lookahead, rank in measured if block == "mlp"} == {
+        *(("lookahead", lookahead, 8) for lookahead in (0, 2)),
+        *(("rank", lookahead, rank) for lookahead in (0, 2) for rank in (1, 5)),
+        *(("calibration_tokens", lookahead, 8) for lookahead in (0, 2)),
+    }
+    assert [done for done, _ in steps] == list(range(1, len(steps) + 1)) and steps[-1][0] == steps[-1][1]
+    assert model.stats is None and model.max_lookahead == 0 and not model.is_sparse
+    assert not any(half_block.block.selector for half_block in model.half_blocks)
+
+
+def test_chunks_of_text_and_sampled_layers_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder(KINDS["llama"], dtype=torch.float64)
+    whole = distance_study(model, CALIBRATION, TEST, **OPTIONS)
+    monkeypatch.setitem(lookahead_fits.CHUNK_TOKENS, "cpu", 60)
+    sampled = distance_study(model, CALIBRATION, TEST, **OPTIONS, layers=[2])
+    assert len(sampled) == len(whole)
+    for one, other in zip(whole, sampled, strict=True):
+        assert other.per_layer_recall == [None, None, pytest.approx(one.per_layer_recall[2])]
+        assert other.recall == pytest.approx(one.per_layer_recall[2])
+
+
+def test_where_layers_add_next_to_nothing_distance_costs_nothing() -> None:
+    still, moving = tiny_decoder(KINDS["llama"]), tiny_decoder(KINDS["llama"])
+    for layer in range(3):
+        still.mlp(layer).down_proj.weight.data *= 1e-4
+        still.attention(layer).o_proj.weight.data *= 1e-4
+    options = {"lookaheads": (0, 1, 2), "ranks": (48,), "study_lookaheads": (0, 2)}
+    drops = []
+    for model in (still, moving):
+        points = distance_study(model, random_tokens(100, 20), TEST, **options)
+        drops += [p.recall_drop for p in points if (p.study, p.block, p.lookahead) == ("rank", "mlp", 2)]
+    assert abs(drops[0]) < 0.005 < 0.02 < -drops[1]
+
+
+def test_sampled_layers_are_evenly_spread_and_end_with_the_last() -> None:
+    assert spread_layers(30, 8) == [2, 6, 10, 14, 17, 21, 25, 29]
+    assert spread_layers(3, 8) == [0, 1, 2]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        spread_layers(3, 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_a_gpu_finds_the_same_numbers(kind: str) -> None:
+    options = OPTIONS | {"perplexity_lookaheads": (0, 2)}
+    here = distance_study(tiny_decoder(KINDS[kind]), CALIBRATION, TEST, **options)
+    there = distance_study(tiny_decoder(KINDS[kind]).to("cuda"), CALIBRATION, TEST, **options)
+    for one, other in zip(here, there, strict=True):
+        assert other.recall == pytest.approx(one.recall, abs=0.01)
+        assert other.recall_drop == pytest.approx(one.recall_drop, abs=0.01)
+        assert (other.perplexity is None) == (one.perplexity is None)
+        if one.perplexity is not None:
+            assert other.perplexity == pytest.approx(one.perplexity, rel=0.05)
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    model = tiny_decoder(KINDS["llama"])
+    model.mlp(1).up_proj.weight.data[0, 0] = math.inf
+    with pytest.raises(ValueError, match="mlp of layer 1: activations that are not finite; try --dtype float32"):
+        distance_study(model, CALIBRATION, TEST)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lookaheads": (1, 2)}, r"lookaheads \[1, 2\]: must hold 0"),
+        ({"lookaheads": (0, -1)}, r"must hold 0.*none below it"),
+        ({"study_lookaheads": (0, 3)}, r"study_lookaheads \[0, 3\]: must be among the lookaheads \[0, 1, 2\]"),
+        ({"perplexity_lookaheads": (5,)}, r"perplexity_lookaheads \[5\]: must be among"),
+        ({"perplexity_studies": ("layers",)}, r"perplexity_studies \['layers'\]: choose from lookahead, rank"),
+        ({"layers": []}, r"layers \[\]: must be some of 0 to 2"),
+        ({"layers": [3]}, r"layers \[3\]: must be some of 0 to 2"),
+        ({"ranks": (0, 4)}, r"ranks \[0, 4\]: must be at least 1"),
+        ({"calibration_tokens": (100, 321)}, r"calibration_tokens \[321\]: must lie between 1 and the 320"),
+        ({"mlp_density": 0.0}, r"density must lie in \(0, 1\], got 0.0"),
+        ({"perplexity_windows": 1}, r"needs at least 2 windows of text, got 1"),
+    ],
+)
+def test_choices_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST, **(OPTIONS | options))
