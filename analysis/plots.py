@@ -13,6 +13,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from analysis.accuracy import compare_accuracy
 from analysis.accuracy_plot import plot_accuracy, plot_accuracy_layers
 from analysis.comparison import Comparison, compare, group_by_task
+from analysis.drift_facts import studied_models
+from analysis.drift_plots import plot_cosine_layers, plot_distance
+from analysis.drift_trait_plots import plot_effects, plot_energy, plot_rank_and_text, plot_reuse
 from analysis.formatting import format_number
 from analysis.layer_plots import plot_layer_density, plot_layer_quality
 from analysis.method_styles import (
@@ -48,7 +51,21 @@ def all_figures(records: Sequence[Record]) -> dict[str, Figure]:
         figures[f"{subject}: decoding speed"] = plot_speed(rows)
         figures[f"{subject}: recall and precision a layer"] = plot_layer_quality(rows)
         figures[f"{subject}: achieved density a layer"] = plot_layer_density(rows)
+    figures |= drift_figures(records)
     return {title: figure for title, figure in figures.items() if figure is not None}
+
+
+def drift_figures(records: Sequence[Record]) -> dict[str, Figure | None]:
+    """The figures of the drift study by title; None where the records do not fill one."""
+    figures: dict[str, Figure | None] = {}
+    for model, found in studied_models(records).items():
+        figures[f"{model}, drift: cosine between layers"] = plot_cosine_layers(found)
+        figures[f"{model}, drift: what distance costs"] = plot_distance(found)
+        figures[f"{model}, drift: recall against rank and text"] = plot_rank_and_text(found)
+    figures["drift: energy in the largest neurons"] = plot_energy(records)
+    figures["drift: active neurons shared by consecutive tokens"] = plot_reuse(records)
+    figures["ablation: effects on prediction"] = plot_effects(records)
+    return figures
 
 
 def save_figures(figures: Iterable[tuple[str, Figure]], output_dir: str | os.PathLike[str]) -> dict[str, Path]:

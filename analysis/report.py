@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
+from analysis.drift_tables import VERDICT_TITLE
+from analysis.drift_verdict import answers
 from analysis.plots import all_figures
 from analysis.results import Record
 from analysis.tables import all_tables, environment_lines, section_title
@@ -27,7 +29,10 @@ DEFINITIONS = (
     "predictor itself reads. Accuracy is acc_norm where a task reports it, else acc or exact match; a task "
     "whose dense accuracy is less than two standard errors above guessing is marked and left out of the mean. "
     "Phase says which tokens ran sparsely: decode (the prompt stays dense) or all "
-    "(every scored token selects for itself, as it would when decoded)."
+    "(every scored token selects for itself, as it would when decoded). Look-ahead is how many layers back a "
+    "predictor reads; what it loses to it is measured with the same predictor on the same tokens. Intervals are 95 %: "
+    "of one model a bootstrap over its texts, of the ablation Student's t over seeds, after the differences between "
+    "models that differ in one factor only were averaged over the other factors."
 )
 
 PAGE = """<!DOCTYPE html>
@@ -57,6 +62,10 @@ PAGE = """<!DOCTYPE html>
 <body>
 <h1>{{ title }}</h1>
 <p class="caption">{{ num_records }} result records. {{ environments | join("; ") }}.</p>
+{% if answers %}<h2>{{ verdict_title }}</h2>{% endif %}
+{% for answer in answers %}
+<p><strong>{{ answer.question }}</strong> {{ answer.text | replace("*", "") }}</p>
+{% endfor %}
 {% for name, tables in sections.items() %}
 <h2>{{ section_title(name) }}</h2>
 {% for table in tables %}
@@ -108,6 +117,8 @@ def build_report(
     return environment.from_string(PAGE).render(
         title=title,
         num_records=len(records),
+        answers=answers(records),
+        verdict_title=VERDICT_TITLE,
         sections=all_tables(records),
         section_title=section_title,
         environments=environment_lines(records),

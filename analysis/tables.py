@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from analysis import accuracy_table, decode_table, equal_bytes
+from analysis import accuracy_table, communication_table, decode_table, drift_tables, equal_bytes
 from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
+from analysis.drift_facts import STUDY_NAMES
+from analysis.drift_verdict import verdict
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
 from analysis.results import Record
 
@@ -177,8 +179,8 @@ def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table a GPU), and
-    one for every other name of record."""
+    """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table a GPU), the
+    three of the drift study, and one for every other name of record."""
     tables = {}
     for snippet, chosen in records_by_snippet(records).items():
         if snippet == "main":  # with the speeds of the same settings
@@ -189,6 +191,10 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
             tables[snippet] = equal_bytes.equal_bytes_tables(chosen)
         elif snippet == decode_table.NAME:
             tables[snippet] = decode_table.decode_tables(chosen)
+        elif snippet == communication_table.NAME:
+            tables[snippet] = communication_table.communication_tables(chosen)
+        elif snippet in STUDY_NAMES:
+            tables[snippet] = drift_tables.study_tables(snippet, chosen)
         else:
             tables[snippet] = [record_table(chosen, snippet)]
     return {snippet: found for snippet, found in tables.items() if found}
@@ -196,12 +202,14 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
 
 def section_title(name: str) -> str:
     titles = {"main": "Quality and speed", accuracy_table.NAME: "Accuracy", equal_bytes.NAME: "At equal bytes"}
-    return titles.get(name, name)
+    return (titles | drift_tables.SECTION_TITLES).get(name, name)
 
 
 def summary_markdown(records: Sequence[Record]) -> str:
     """All tables and the environments as one Markdown page."""
     parts = ["# Results"]
+    if answered := verdict(records):
+        parts += [f"## {drift_tables.VERDICT_TITLE}", answered]
     for name, tables in all_tables(records).items():
         parts.append(f"## {section_title(name)}")
         for table in tables:
@@ -229,7 +237,8 @@ def replace_snippets(text: str, snippets: Mapping[str, str]) -> tuple[str, list[
 
 
 def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> list[str]:
-    """Rewrites the tables between the markers of a Markdown file from records; returns their names."""
+    """Rewrites the tables, and the drift study's verdict (`drift_verdict`), between the markers of a Markdown file from
+    records; returns their names."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
@@ -239,6 +248,8 @@ def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> li
         lines = environment_lines(chosen[name])
         measured = f"Measured on {'; '.join(lines)}."
         snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
+    if answered := verdict(records):
+        snippets[drift_tables.VERDICT_NAME] = answered
     text, replaced = replace_snippets(path.read_text(encoding="utf-8"), snippets)
     if not replaced:
         markers = ", ".join(f"<!-- table:{name} -->" for name in snippets)

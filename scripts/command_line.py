@@ -57,7 +57,7 @@ def run_stage(
             # Every rank would do all of the work and write the same files.
             raise ValueError(
                 f"this stage runs in one process, and torchrun started {os.environ['WORLD_SIZE']}: "
-                "leave out torchrun (NUM_GPUS=1); collect, infer and evaluate run under it"
+                "leave out torchrun (NUM_GPUS=1); collect, infer, evaluate and drift run under it"
             )
         from pipeline_parallel import launch  # here, since it imports torch, which not every stage needs
 

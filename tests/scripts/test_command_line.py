@@ -104,7 +104,7 @@ def test_a_stage_that_does_not_share_its_work_refuses_several_ranks(
         assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: this stage runs in one process, and torchrun started 4: ")
-    assert error.count("\n") == 1 and "collect, infer and evaluate run under it" in error
+    assert error.count("\n") == 1 and "collect, infer, evaluate and drift run under it" in error
     assert seen == []
 
 

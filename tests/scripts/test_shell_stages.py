@@ -22,7 +22,7 @@ def run_shell_stage(checkout: Path, stage: str, *arguments: str, **variables: st
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("stage", ["collect", "train", "infer", "evaluate"])
+@pytest.mark.parametrize("stage", ["collect", "train", "infer", "evaluate", "drift"])
 def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Path, stage: str) -> None:
     unknown = run_shell_stage(tmp_path, stage, "GPT-5")
     assert unknown.returncode == 2 and "SmolLM2 Llama-3.2-3B Llama-3.1-8B OPT-125M OPT-6.7B" in unknown.stderr

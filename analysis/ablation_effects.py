@@ -1,0 +1,84 @@
+"""The outcomes of the controlled experiment that are reported, each with the effects of its factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from analysis.drift_facts import BLOCKS, DENSITY_LABELS, chosen, is_of_lookahead_study, lookahead_outcome, usual_density
+from analysis.factor_effects import FactorEffects, Outcome, factor_effects
+from analysis.results import Record
+
+# Deja Vu predicts one layer ahead.
+USUAL_LOOKAHEAD = 1
+# What the models are like, beside what a predictor of them loses: title, metric, labels (the first that are found).
+TRAITS: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
+    (
+        "cosine between the inputs of neighbouring layers",
+        "cosine",
+        tuple(
+            {"point": "block_input", "lookahead": 1, "variant": "raw", "tokens": tokens}
+            for tokens in ("ordinary", "all")
+        ),
+    ),
+    (
+        "energy in the top tenth of neurons",
+        "energy_share",
+        ({"top_share": 0.1},),
+    ),
+    ("activations that are exactly zero", "exact_zeros", ({},)),
+    ("held-out loss of the dense model", "loss", ({},)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedEffects:
+    """Effects on one outcome with what it is called; `scale` turns its values into `unit`."""
+
+    title: str
+    unit: str
+    scale: float
+    effects: FactorEffects
+
+
+def reported_effects(records: Sequence[Record]) -> list[ReportedEffects]:
+    """All outcomes that the ablation's records hold; first recall of neurons, which the verdict is about."""
+    ablation = [record for record in records if record["name"] == "ablation"]
+    found = []
+    for title, outcome in [*_prediction_outcomes(ablation), *_trait_outcomes(ablation)]:
+        effects = factor_effects(ablation, outcome)
+        if effects is not None:
+            in_nats = outcome.metric in ("perplexity", "loss")
+            unit, scale = ("nats", 1.0) if in_nats else ("", 1.0) if outcome.metric == "cosine" else ("points", 100.0)
+            found.append(ReportedEffects(title=title, unit=unit, scale=scale, effects=effects))
+    return found
+
+
+def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outcome]]:
+    for metric, title in (
+        ("recall", "recall of {units} at density {density:g}, look-ahead {lookahead}"),
+        ("recall_drop", "recall of {units} lost to look-ahead {lookahead}"),
+        ("perplexity", "ln(perplexity / dense) with sparse {units}, look-ahead {lookahead}"),
+    ):
+        for block, units in BLOCKS.items():
+            studied = [
+                record for record in chosen(records, metric, block=block) if is_of_lookahead_study(record, block)
+            ]
+            density = usual_density(studied, block)
+            at_density = chosen(studied, metric, **{DENSITY_LABELS[block]: density})
+            lookaheads = {record["labels"]["lookahead"] for record in at_density}
+            if not lookaheads:
+                continue
+            usual = USUAL_LOOKAHEAD if USUAL_LOOKAHEAD in lookaheads else min(lookaheads)
+            lookahead = max(lookaheads) if metric == "recall_drop" else usual
+            outcome = lookahead_outcome(metric, block, lookahead, density)
+            yield title.format(units=units, lookahead=lookahead, density=density), outcome
+
+
+def _trait_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outcome]]:
+    for title, metric, candidates in TRAITS:
+        for labels in candidates:
+            if chosen(records, metric, **labels):
+                yield title, Outcome(metric=metric, labels=tuple(labels.items()))
+                break

@@ -1,0 +1,119 @@
+"""Does the activation function, RoPE or the norm explain what a predictor misses? The controlled experiment decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from analysis.ablation_effects import ReportedEffects
+from analysis.factor_effects import FACTORS, LEVEL_NAMES, FactorEffects
+from analysis.intervals import Estimate, difference
+from analysis.relufication import RelufiedPair, relufied_pairs
+from analysis.results import Record
+from analysis.wording import CANNOT_TELL, at_most, headline, no_larger_than, with_interval
+
+FACTOR_NAMES = {"activation": "the activation function", "positions": "the positions", "norm": "the norm"}
+
+
+def factor_text(found: Sequence[ReportedEffects], factor: str) -> str:
+    """The paragraph of one factor: the answer is about recall of neurons, the further outcomes follow."""
+    return " ".join(_effect_sentences(found, factor))
+
+
+def primary_effects(found: Sequence[ReportedEffects]) -> FactorEffects | None:
+    """Those on recall of neurons, which the answers are about."""
+    if not found or found[0].effects.outcome.metric != "recall":
+        return None
+    return found[0].effects
+
+
+def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str]:
+    primary = primary_effects(found)
+    if primary is None:
+        return [f"{CANNOT_TELL}: they lack recall in models that differ in nothing else (scripts.ablation makes them)."]
+    if factor not in primary.main:
+        return [f"{CANNOT_TELL}: the models of the ablation do not differ in {FACTOR_NAMES[factor]}."]
+    change = primary.main[factor]
+    before, after = primary.level_means(factor)
+    answer = headline(-change, primary.share_of_missed(factor))
+    first, second = (LEVEL_NAMES[level] for level in FACTORS[factor])
+    seeds = f"{len(primary.seeds)} seed{'s' if len(primary.seeds) > 1 else ''}"
+    sentences = [
+        f"{answer[0].upper()}{answer[1:]}.",
+        f"With {second} instead of {first}, {found[0].title} goes from {100 * before:.1f} % to {100 * after:.1f} %: "
+        f"{_effect(change, found[0])} (means over {primary.num_models} small models, paired over {seeds}).",
+    ]
+    return [*sentences, *_further_sentences(found[1:], factor), *_interaction_sentences(primary, factor)]
+
+
+def _further_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str]:
+    """The other outcomes: those whose interval leaves out 0, and how large an effect the others leave open."""
+    changes = [(each, each.effects.main[factor]) for each in found if factor in each.effects.main]
+    moved = [f"{each.title}: {_effect(change, each)}" for each, change in changes if not change.holds_zero]
+    unmoved = [f"{each.title} ({_left_open(change, each)})" for each, change in changes if change.holds_zero]
+    sentences = []
+    if moved:
+        sentences.append(
+            f"Of {len(changes)} further outcomes the intervals of {len(moved)} leave out 0 (95 % each: one in "
+            f"twenty does so by chance): {'; '.join(moved)}."
+        )
+    if unmoved:
+        sentences.append(f"No effect was found on {'; '.join(unmoved)}.")
+    return sentences
+
+
+def _effect(change: Estimate, reported: ReportedEffects) -> str:
+    if change.low is not None and change.holds_zero:
+        return no_larger_than("effect", change, reported.unit, scale=reported.scale)
+    return with_interval(change, reported.unit, scale=reported.scale, signed=True)
+
+
+def _left_open(change: Estimate, reported: ReportedEffects) -> str:
+    if change.low is None:
+        return "one seed has no interval"
+    if change.largest == 0:
+        return "none at all"
+    return f"at most {at_most(change.largest, scale=reported.scale)} {reported.unit}".rstrip()
+
+
+def _interaction_sentences(primary: FactorEffects, factor: str) -> list[str]:
+    """The largest interaction, told in the paragraph of either of its factors."""
+    largest = primary.largest_interaction()
+    if largest is None or factor not in largest[0] or largest[1].low is None:
+        return []
+    (first, second), estimate = largest
+    if estimate.holds_zero:
+        return [
+            f"The largest interaction is of {FACTOR_NAMES[first]} with {FACTOR_NAMES[second]}: "
+            f"{no_larger_than('effect', estimate, 'points', scale=100)}."
+        ]
+    low, high = (LEVEL_NAMES[level] for level in FACTORS[second])
+    return [
+        f"The effect of {FACTOR_NAMES[first]} on recall depends on {FACTOR_NAMES[second]}: with {high} it is "
+        f"{with_interval(estimate, 'points', scale=100, signed=True)} from what it is with {low}."
+    ]
+
+
+def relufication_text(records: Sequence[Record]) -> str:
+    """What ReLU in the place of SiLU changed in one model; '' without such records."""
+    told = [_change(pair) for pair in relufied_pairs(records)]
+    return f"In one model, ReLU in the place of SiLU (both trained on alike): {'; '.join(told)}." if told else ""
+
+
+def _change(pair: RelufiedPair) -> str:
+    silu, relu = (with_interval(side, pair.unit, scale=pair.scale) for side in (pair.silu, pair.relu))
+    change = difference(pair.relu, pair.silu)
+    open_ended = ", which the intervals do not tell apart" if change.low is not None and change.holds_zero else ""
+    return f"{pair.title}: {relu} instead of {silu}{open_ended}"
+
+
+def most_text(found: Sequence[ReportedEffects]) -> str:
+    """Which factor moves recall of neurons most; '' where fewer than two vary."""
+    primary = primary_effects(found)
+    if primary is None or len(primary.main) < 2:
+        return ""
+    first, second, *_ = sorted(primary.main, key=lambda factor: -abs(primary.main[factor].value))
+    lead = with_interval(primary.lead(first, second), "points", scale=100)
+    name, other = FACTOR_NAMES[first], FACTOR_NAMES[second]
+    if primary.lead(first, second).holds_zero:
+        return f"{CANNOT_TELL}: between {name} and {other}, the next, lie {lead}."
+    return f"{name[0].upper()}{name[1:]}: it moves recall of neurons {lead} further than {other}, the next."

@@ -1,0 +1,266 @@
+"""Picks the numbers of the drift study out of records: by model, by block, by look-ahead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Any
+
+from analysis.comparison import latest_records
+from analysis.factor_effects import LEVEL_NAMES, Outcome, outcome_values
+from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation
+from analysis.results import Record
+
+STUDY_NAMES = ("drift", "ablation", "relufication")
+BLOCKS = {"mlp": "neurons", "attention": "heads"}
+DENSITY_LABELS = {"mlp": "mlp_density", "attention": "head_density"}
+# Of several densities the one nearest to it speaks for a study.
+USUAL_DENSITY = 0.5
+# What the predictor of neurons reads (the residual before the MLP's norm), then what the layer reads.
+COSINE_POINTS = ("after_attention", "block_input")
+COSINE_VARIANTS = ("raw", "centred", "standardised", "no_massive")
+STUDIED_METRICS = ("recall", "recall_drop", "perplexity", "loss_rise")
+CONDITION_LABELS = ("corpus", "dtype", "seed", "window", "tp_size", "pp_size", "dp_size")
+# Fewer layers say nothing about a rank correlation.
+LEAST_LAYERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistanceFacts:
+    """What one model, or the mean over the models of the ablation, loses to look-ahead in one kind of block.
+
+    All by look-ahead. `lost`: recall at look-ahead 0 minus recall at that one, on the same tokens and layers; `missed`:
+    one minus recall at look-ahead 0 on those layers. `loss`: ln(perplexity / dense); `loss_rise`: that minus the one at
+    look-ahead 0, on the same text.
+    """
+
+    subject: str
+    block: str
+    density: float | None
+    recall: Mapping[int, Estimate] = field(default_factory=dict)
+    static_recall: Mapping[int, float] = field(default_factory=dict)  # of the same units for every token
+    lost: Mapping[int, Estimate] = field(default_factory=dict)
+    missed: Mapping[int, Estimate] = field(default_factory=dict)
+    loss: Mapping[int, Estimate] = field(default_factory=dict)
+    loss_rise: Mapping[int, Estimate] = field(default_factory=dict)
+
+
+def model_of(record: Record) -> str:
+    """The model's name, or the name of its shape."""
+    return str(record["labels"].get("model") or record["labels"].get("shape") or "")
+
+
+def studied_models(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The newest records named "drift" by model.
+
+    Of a model that was measured under several conditions (text, precision) each metric has only those of its newest
+    record, so that no curve mixes them.
+    """
+    models: dict[str, dict[str, dict[tuple[Any, ...], list[Record]]]] = {}
+    for record in latest_records([record for record in records if record["name"] == "drift"]):
+        conditions = tuple(record["labels"].get(label) for label in CONDITION_LABELS)
+        by_conditions = models.setdefault(model_of(record), {}).setdefault(record["metric"], {})
+        by_conditions.setdefault(conditions, []).append(record)
+    return {
+        model: [record for groups in metrics.values() for record in max(groups.values(), key=_newest_date)]
+        for model, metrics in models.items()
+    }
+
+
+def _newest_date(records: Sequence[Record]) -> str:
+    return max(str(record["environment"].get("date") or "") for record in records)
+
+
+def compared_models(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """What curves of one plot are of: each studied model, the ablation by activation, each side of the relufication."""
+    groups = studied_models(records)
+    for record in latest_records([record for record in records if record["name"] in STUDY_NAMES[1:]]):
+        label = "activation" if record["name"] == "ablation" else "variant"
+        level = str(record["labels"].get(label))
+        groups.setdefault(f"{record['name']}, {LEVEL_NAMES.get(level, level)}", []).append(record)
+    return groups
+
+
+def chosen(records: Sequence[Record], metric: str, **labels: Any) -> list[Record]:
+    """Records of a metric with these labels; None stands for a label that is not set."""
+    return [
+        record
+        for record in records
+        if record["metric"] == metric and all(record["labels"].get(name) == value for name, value in labels.items())
+    ]
+
+
+def by_label(records: Sequence[Record], label: str) -> dict[Any, Record]:
+    """The last record for each value of a label, by rising value."""
+    found = {record["labels"][label]: record for record in records if record["labels"].get(label) is not None}
+    return dict(sorted(found.items()))
+
+
+def pooled(records: Sequence[Record], label: str) -> dict[Any, Estimate]:
+    """By value of a label: a model's own estimate; of several models their mean, with an interval over their seeds."""
+    values: dict[Any, dict[Any, list[Record]]] = {}
+    for record in records:
+        if (value := record["labels"].get(label)) is not None:
+            values.setdefault(value, {}).setdefault(record["labels"].get("seed"), []).append(record)
+    found = {}
+    for value, by_seed in sorted(values.items()):
+        alone = [record for of_seed in by_seed.values() for record in of_seed]
+        means = [mean(record["value"] for record in of_seed) for of_seed in by_seed.values()]
+        found[value] = estimate_of(alone[0]) if len(alone) == 1 else mean_with_interval(means)
+    return found
+
+
+def usual_density(records: Sequence[Record], block: str) -> float | None:
+    """Of the densities in records, the one nearest to the usual."""
+    densities = {record["labels"].get(DENSITY_LABELS[block]) for record in records} - {None}
+    return min(densities, key=lambda density: abs(density - USUAL_DENSITY), default=None)
+
+
+def is_of_lookahead_study(record: Record, block: str) -> bool:
+    """Whether a record says what the predictor of a kind of block loses to look-ahead."""
+    return record["labels"].get("study") == "lookahead" and record["labels"].get("block") == block
+
+
+def at_usual_density(records: Sequence[Record], block: str) -> list[Record]:
+    """Of the look-ahead study of a kind of block, the records at the usual density."""
+    studied = [record for record in records if is_of_lookahead_study(record, block)]
+    density = usual_density(studied, block)
+    return [record for record in studied if record["labels"].get(DENSITY_LABELS[block]) == density]
+
+
+def distance_facts(subject: str, records: Sequence[Record], block: str) -> DistanceFacts | None:
+    """Of one model's records; None where the look-ahead study is not among them."""
+    studied = at_usual_density(records, block)
+    if not studied:
+        return None
+
+    def estimates(metric: str) -> dict[int, Estimate]:
+        return {key: estimate_of(record) for key, record in by_label(chosen(studied, metric), "lookahead").items()}
+
+    recall, lost = estimates("recall"), estimates("recall_drop")
+    perplexities = by_label(chosen(studied, "perplexity"), "lookahead")
+    return DistanceFacts(
+        subject=subject,
+        block=block,
+        density=usual_density(studied, block),
+        recall=recall,
+        static_recall={
+            lookahead: record["baseline"]["value"]
+            for lookahead, record in by_label(chosen(studied, "recall"), "lookahead").items()
+            if (record.get("baseline") or {}).get("name") == "static"
+        },
+        lost=lost,
+        missed={key: missed_without_distance(recall[key], less) for key, less in lost.items() if key in recall},
+        loss={lookahead: log_estimate(record) for lookahead, record in perplexities.items() if record.get("baseline")},
+        loss_rise=estimates("loss_rise"),
+    )
+
+
+def missed_without_distance(recall: Estimate, lost: Estimate) -> Estimate:
+    """1 - recall at look-ahead 0 on the layers of a look-ahead, as uncertain as the recall there."""
+    value = 1 - (recall.value + lost.value)
+    if recall.low is None or recall.high is None:
+        return Estimate(value=value, low=None, high=None)
+    return Estimate(value=value, low=value - (recall.high - recall.value), high=value + (recall.value - recall.low))
+
+
+def log_estimate(record: Record) -> Estimate:
+    """ln(perplexity / dense) of a record; its interval from `ratio_interval`, which is paired, or else `interval`."""
+    dense = record["baseline"]["value"]
+    low, high = record.get("ratio_interval") or [end / dense for end in record.get("interval") or ()] or (None, None)
+    value, *ends = (None if ratio is None else math.log(ratio) for ratio in (record["value"] / dense, low, high))
+    assert value is not None
+    return Estimate(value=value, low=ends[0], high=ends[1])
+
+
+def ablation_distance_facts(records: Sequence[Record], block: str) -> DistanceFacts | None:
+    """The mean over all models of the ablation, with an interval over its seeds; None without such records."""
+    studied = at_usual_density([record for record in records if record["name"] == "ablation"], block)
+    density = usual_density(studied, block)
+    found: dict[str, dict[int, Estimate]] = {metric: {} for metric in STUDIED_METRICS}
+    num_models = 0
+    for metric, by_lookahead in found.items():
+        for lookahead in by_label(chosen(studied, metric), "lookahead"):
+            cells = outcome_values(studied, lookahead_outcome(metric, block, lookahead, density))
+            settings = set().union(*cells.values())
+            complete = [of_seed for of_seed in cells.values() if set(of_seed) == settings]
+            if complete:
+                by_lookahead[lookahead] = mean_with_interval([mean(of_seed.values()) for of_seed in complete])
+                num_models = max(num_models, len(complete) * len(settings))
+    if not num_models:
+        return None
+    recall, lost = found["recall"], found["recall_drop"]
+    return DistanceFacts(
+        subject=f"mean of the {num_models} models of the ablation",
+        block=block,
+        density=density,
+        recall=recall,
+        lost=lost,
+        missed={key: missed_without_distance(recall[key], less) for key, less in lost.items() if key in recall},
+        loss=found["perplexity"],
+        loss_rise=found["loss_rise"],
+    )
+
+
+def lookahead_outcome(metric: str, block: str, lookahead: int, density: float | None) -> Outcome:
+    """An outcome of the look-ahead study."""
+    labels = {"study": "lookahead", "block": block, "lookahead": lookahead, DENSITY_LABELS[block]: density}
+    return Outcome(metric=metric, labels=tuple(labels.items()))
+
+
+def cosine_records(records: Sequence[Record]) -> list[Record]:
+    """Cosines at the first point and of the first kind of token (ordinary, else all) that the records hold."""
+    for tokens in ("ordinary", "all"):
+        for point in COSINE_POINTS:
+            if found := chosen(records, "cosine", point=point, tokens=tokens):
+                return found
+    return []
+
+
+def cosines(records: Sequence[Record]) -> dict[str, dict[int, Estimate]]:
+    """Mean cosines by variant and look-ahead, of one model's records."""
+    found = cosine_records(records)
+    by_variant = {
+        variant: {
+            lookahead: estimate_of(record)
+            for lookahead, record in by_label(chosen(found, "cosine", variant=variant), "lookahead").items()
+        }
+        for variant in COSINE_VARIANTS
+    }
+    return {variant: by_lookahead for variant, by_lookahead in by_variant.items() if by_lookahead}
+
+
+def lost_by_layer(records: Sequence[Record], block: str) -> dict[int, list[float | None]]:
+    """By look-ahead: at each layer predicted, recall at look-ahead 0 minus that; None where either is unknown."""
+    recalls = by_label(chosen(at_usual_density(records, block), "recall"), "lookahead")
+    own = (recalls.pop(0, None) or {}).get("per_layer") or []
+    return {
+        lookahead: [
+            None if before is None or after is None else before - after
+            for before, after in zip(own, record.get("per_layer") or [], strict=False)
+        ]
+        for lookahead, record in recalls.items()
+    }
+
+
+def layer_correlation(records: Sequence[Record], block: str = "mlp") -> tuple[int, int, Estimate] | None:
+    """Over layers: Spearman's correlation of 1 - cosine (raw) with the recall lost, at the longest look-ahead that
+    enough layers have.
+
+    Returns (look-ahead, number of layers, correlation with Bonett and Wright's (2000) interval), or None without such
+    records. Layers are not independent of each other, so the interval is a guide.
+    """
+    drifts = by_label(chosen(cosine_records(records), "cosine", variant="raw"), "lookahead")
+    for lookahead, lost in sorted(lost_by_layer(records, block).items(), reverse=True):
+        # A cosine stands at the layer it starts from, a recall at the layer that is predicted.
+        cosines_there = drifts.get(lookahead, {}).get("per_layer") or []
+        pairs = [
+            (1 - similarity, less)
+            for similarity, less in zip(cosines_there, lost[lookahead:], strict=False)
+            if similarity is not None and less is not None
+        ]
+        if len(pairs) >= LEAST_LAYERS:
+            return lookahead, len(pairs), rank_correlation(pairs)
+    return None

@@ -1,0 +1,297 @@
+"""How far the residual stream moves from layer to layer: streaming measures over rows of states. No model runs here.
+
+A token of a model of L layers has the states s_0 .. s_2L [D]: s_2i enters layer i (`block_input`), s_2i+1 stands after
+its attention (`after_attention`), s_2i+2 after its MLP (`after_mlp`; the input of layer i+1). What is measured at
+look-ahead l compares a point of layer i with the same point of layer i + l, x and y below.
+
+    raw            cos(x, y) = x.y / (|x| |y|), per token
+    centred        cos(x - mean_x, y - mean_y)
+    standardised   cos((x - mean_x) / std_x, (y - mean_y) / std_y), channel by channel
+    no_massive     cos(x, y) without the massive channels
+    update         |s_k+1 - s_k| / |s_k|, of one half-block, per token
+    CKA            see `analysis.linear_cka`
+
+Means, standard deviations (of the population) and massive channels are those of a state's *ordinary* tokens: those that
+are not the first of their text, whose states in many models are a hundred times larger (Sun et al. 2024, "Massive
+Activations in Large Language Models") and would decide them alone. They need a pass of their own over the same rows, by
+sums in float64: mean = sum(x) / n, variance = sum(x^2) / n - mean^2. A channel that never moves stays out of
+`standardised`. The massive channels are the 1 % (at least one) with the largest share of sum(x^2), as a mean over
+states.
+
+What is kept does not grow with the text: sums a group of rows (a window or document) and pair of layers. Groups are
+what the bootstrap draws, with replacement, for the 95 % intervals (percentiles; Efron & Tibshirani 1993, chapter 13).
+
+Legend: S states (2L + 1), n rows, D hidden, G groups, A look-aheads, K states of one chain (even or odd ones), P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+POINTS = ("block_input", "after_attention", "after_mlp")
+VARIANTS = ("raw", "centred", "standardised", "no_massive")
+TOKENS = ("all", "first", "ordinary")
+MASSIVE_SHARE = 0.01
+# First positions of the spans over which `per_position` tells the raw cosine.
+POSITION_SPANS = (0, 1, 4, 16, 64, 256, 1024, 4096)
+RESAMPLES = 1000
+WORKING_BYTES = 16 * 2**20  # of one copy of the states at work
+
+AddUp = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Some tokens' states [S, n, D] (float32 at least; a state that is not `present` holds anything), their `positions`
+    in the text [n], the `groups` [n] they belong to, and the `unit`: which of the source's sets of groups that is."""
+
+    states: Tensor
+    positions: Tensor
+    groups: Tensor
+    unit: int
+
+
+class StateSource(Protocol):
+    """Yields the same rows each time it is iterated: a model run over text, or a store of its states.
+
+    present [S]: which states it has; ordinary_weight: how many tokens an ordinary row stands for (first tokens are all
+    there); a set of groups comes in one or several StateRows.
+    """
+
+    present: Sequence[bool]
+    hidden_size: int
+    num_groups: int
+    num_units: int
+    num_rows: int
+    ordinary_weight: float
+    device: torch.device
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[StateRows]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One number with its labels, 95 % interval (None: of one group only) and a value a layer (None: no such pair)."""
+
+    metric: str
+    labels: dict[str, Any]
+    value: float
+    interval: tuple[float, float] | None
+    per_layer: list[float | None]
+    extras: dict[str, Any] = field(default_factory=dict)
+
+
+class StateMoments:
+    """Mean, variance and energy of every channel of every state, over ordinary tokens."""
+
+    def __init__(self, source: StateSource) -> None:
+        shape = (len(source.present), source.hidden_size)
+        self.present = torch.tensor(source.present)
+        self.dtype = source.dtype
+        self.count = torch.zeros((), dtype=torch.float64, device=source.device)
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=source.device)
+        self.squares = torch.zeros_like(self.sums)
+
+    def add(self, rows: StateRows) -> None:
+        """Count these rows in."""
+        weight = (rows.positions > 0).double()
+        self.count += weight.sum()
+        for idx in self.present.nonzero().flatten().tolist():
+            state = rows.states[idx].double()
+            self.sums[idx] += weight @ state
+            self.squares[idx] += weight @ state.square_()
+
+    def finish(self, add_up: AddUp) -> None:
+        """Add what other ranks counted, and derive `mean`, `inverse_std` [S, D] and `massive` [D] (bool)."""
+        device = self.sums.device
+        self.count, self.sums, self.squares = (
+            add_up(part.cpu()).to(device) for part in (self.count, self.sums, self.squares)
+        )
+        if not self.count:
+            raise ValueError("drift: every token is the first of its text; give texts of at least two tokens")
+        mean = self.sums / self.count
+        variance = (self.squares / self.count - mean.square()).clamp_min(0)
+        # What sums in float64 leave of a constant channel is rounding, not movement.
+        moves = variance > 1e-10 * self.squares / self.count
+        inverse_std = torch.where(moves, variance.clamp_min(1e-300).rsqrt(), 0.0)
+        energy = self.squares[self.present.to(device)]
+        share = (energy / energy.sum(1, keepdim=True).clamp_min(1e-300)).mean(0)
+        most = share.topk(max(1, round(MASSIVE_SHARE * len(share))))
+        self.massive = torch.zeros_like(share, dtype=torch.bool).index_fill_(0, most.indices, True)
+        self.massive_energy = {channel: value for channel, value in zip(*map(Tensor.tolist, most[::-1]), strict=True)}
+        self.mean, self.inverse_std = mean.to(self.dtype), inverse_std.to(self.dtype)
+
+    def transform(self, states: Tensor, idx: int | slice, variant: str) -> Tensor:
+        """The states at `idx` ([n, D] of one, [K, n, D] of several) -> what the variant takes the cosine of."""
+        if variant == "raw":
+            return states
+        if variant == "no_massive":
+            return states * ~self.massive
+        centred = states - self.mean[idx].unsqueeze(-2)
+        return centred if variant == "centred" else centred.mul_(self.inverse_std[idx].unsqueeze(-2))
+
+
+class DriftSums:
+    """Cosines and relative updates, summed a group of rows and kind of token (first, ordinary)."""
+
+    def __init__(self, source: StateSource, moments: StateMoments, lookaheads: Sequence[int]) -> None:
+        self.moments, self.lookaheads = moments, list(lookaheads)
+        self.ordinary_weight = source.ordinary_weight
+        num_states, self.num_groups = len(source.present), source.num_groups
+        self.num_layers = num_states // 2
+        device, wide = source.device, torch.float64
+        pairs = (len(self.lookaheads), self.num_layers + 1)
+        slots = 2 * source.num_groups  # group * 2 + is ordinary
+        self.cosines = {
+            (variant, parity): torch.zeros(slots, *pairs, dtype=wide, device=device)
+            for variant in VARIANTS
+            for parity in (0, 1)
+        }
+        self.updates = torch.zeros(slots, num_states - 1, dtype=wide, device=device)
+        self.counts = torch.zeros(slots, dtype=wide, device=device)
+        self.by_position = torch.zeros(2, len(POSITION_SPANS), *pairs, dtype=wide, device=device)
+        self.position_counts = torch.zeros(len(POSITION_SPANS), dtype=wide, device=device)
+        self._spans = torch.tensor(POSITION_SPANS, device=device)
+
+    def add(self, rows: StateRows) -> None:
+        """Count these rows in."""
+        per_row = rows.states[:, 0].numel() * rows.states.element_size()
+        for chunk in torch.arange(len(rows.positions)).split(max(1, WORKING_BYTES // per_row)):
+            part = slice(int(chunk[0]), int(chunk[-1]) + 1)
+            self._add(rows.states[:, part], rows.positions[part], rows.groups[part])
+
+    def _add(self, states: Tensor, positions: Tensor, groups: Tensor) -> None:
+        slots = 2 * groups + (positions > 0)
+        spans = torch.bucketize(positions.contiguous(), self._spans, right=True) - 1
+        ones = torch.ones_like(slots, dtype=torch.float64)
+        self.counts.index_add_(0, slots, ones)
+        self.position_counts.index_add_(0, spans, ones)
+        sizes = torch.linalg.vector_norm(states, dim=-1)
+        steps = torch.linalg.vector_norm(states[1:] - states[:-1], dim=-1)
+        self.updates.index_add_(0, slots, _quotient(steps, sizes[:-1]).T.double())
+        for parity in (0, 1):
+            idx = slice(parity, None, 2)
+            for variant in VARIANTS:
+                cosines = self._cosines(self.moments.transform(states[idx], idx, variant))
+                self.cosines[variant, parity].index_add_(0, slots, cosines)
+                if variant == "raw":
+                    self.by_position[parity].index_add_(0, spans, cosines)
+
+    def _cosines(self, chain: Tensor) -> Tensor:
+        """chain [K, n, D] -> cosine of state k with state k + l [n, A, L + 1] float64, 0 where there is none."""
+        by_row = chain.transpose(0, 1).contiguous()
+        products = torch.bmm(by_row, by_row.transpose(1, 2))
+        sizes = products.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+        cosines = _quotient(products, sizes[:, :, None] * sizes[:, None, :]).double()
+        found = cosines.new_zeros(len(cosines), len(self.lookaheads), self.num_layers + 1)
+        for place, lookahead in enumerate(self.lookaheads):
+            if lookahead < cosines.shape[1]:
+                diagonal = cosines.diagonal(lookahead, 1, 2)
+                found[:, place, : diagonal.shape[1]] = diagonal
+        return found
+
+    def finish(self, add_up: AddUp) -> None:
+        """Add what other ranks counted; everything is on the CPU then."""
+        self.cosines = {key: add_up(sums.cpu()) for key, sums in self.cosines.items()}
+        for name in ("updates", "counts", "by_position", "position_counts"):
+            setattr(self, name, add_up(getattr(self, name).cpu()))
+
+    def measures(self, seed: int) -> Iterator[Measure]:
+        """Cosines by point, look-ahead, variant and kind of token, then relative updates."""
+        draws = bootstrap_draws(self.num_groups, seed)
+        present = self.moments.present
+        for point in POINTS:
+            parity, first = int(point == "after_attention"), int(point == "after_mlp")
+            for place, lookahead in enumerate(self.lookaheads):
+                num_pairs = self.num_layers - lookahead
+                pairs = slice(first, first + max(0, num_pairs))
+                chain = present[parity::2]
+                there = chain[first:][: max(0, num_pairs)] & chain[first + lookahead :][: max(0, num_pairs)]
+                for variant in VARIANTS:
+                    sums = self.cosines[variant, parity][:, place, pairs]
+                    labels = {"point": point, "lookahead": lookahead, "variant": variant}
+                    for measure in self._by_token("cosine", labels, sums, there, draws):
+                        if variant == "raw" and measure.labels["tokens"] == "ordinary":
+                            means = self._position_means(self.by_position[parity][:, place, pairs][:, there])
+                            measure.extras["per_position"] = means
+                        if variant == "no_massive":
+                            measure.extras["massive_channels"] = self.moments.massive_energy
+                        yield measure
+        both = present[:-1] & present[1:]
+        for point in POINTS[1:]:
+            halves = slice(int(point == "after_mlp"), None, 2)
+            yield from self._by_token("relative_update", {"point": point}, self.updates[:, halves], both[halves], draws)
+
+    def _by_token(
+        self, metric: str, labels: dict[str, Any], sums: Tensor, there: Tensor, draws: Tensor | None
+    ) -> Iterator[Measure]:
+        """sums [2G, P] and which pairs are there [P] -> a measure a kind of token."""
+        if not there.any():
+            return
+        for tokens in TOKENS:
+            weights = torch.tensor([tokens != "ordinary", self.ordinary_weight * (tokens != "first")])
+            weights = weights.double().repeat(self.num_groups)
+            counts = (weights * self.counts).view(-1, 2).sum(1)
+            totals = (weights[:, None] * sums[:, there]).view(self.num_groups, 2, -1).sum(1)
+            if not counts.sum():
+                continue
+            values = totals.sum(0) / counts.sum()
+            interval = None
+            if draws is not None:
+                interval = percentiles((draws @ totals).mean(1) / (draws @ counts))
+            yield Measure(
+                metric=metric,
+                labels={**labels, "tokens": tokens},
+                value=float(values.mean()),
+                interval=interval,
+                per_layer=spread(values, there, self.num_layers),
+            )
+
+    def _position_means(self, sums: Tensor) -> list[dict[str, Any]]:
+        """sums [spans, P] -> the mean over pairs in each span of positions that occurs."""
+        ends = [*POSITION_SPANS[1:], None]
+        return [
+            {"from": first, "below": end, "value": float(total / count), "num_rows": int(count)}
+            for first, end, total, count in zip(
+                POSITION_SPANS, ends, sums.mean(1), self.position_counts.tolist(), strict=True
+            )
+            if count
+        ]
+
+
+def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """0 where the denominator is."""
+    return torch.where(denominator > 0, numerator / denominator.clamp_min(torch.finfo(denominator.dtype).tiny), 0.0)
+
+
+def spread(values: Tensor, there: Tensor, num_layers: int) -> list[float | None]:
+    """The values of the pairs that are there as one a layer."""
+    numbers: Iterable[float] = iter(values.tolist())
+    found: list[float | None] = [next(iter(numbers)) if here else None for here in there.tolist()]
+    return found + [None] * (num_layers - len(found))
+
+
+def bootstrap_draws(num_groups: int, seed: int, resamples: int = RESAMPLES) -> Tensor | None:
+    """How often each group was drawn [resamples, G] float64; None for a single group, which says nothing of others."""
+    if num_groups < 2:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, num_groups, (resamples, num_groups), generator=generator)
+    return torch.zeros(resamples, num_groups, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+    )
+
+
+def percentiles(values: Tensor) -> tuple[float, float] | None:
+    """The middle 95 % of resampled values [resamples], of those that are numbers; None if there are none."""
+    values = values[values.isfinite()]
+    if not len(values):
+        return None
+    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    return low, high

@@ -1,0 +1,282 @@
+"""The drift study of one model as records: how far states move, what a predictor loses to it, how sparse neurons are.
+
+Used by `scripts.drift` and, on each small model that they train, by `scripts.ablation` and `scripts.relufy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from loguru import logger
+from torch import Tensor
+
+from analysis.embedding_drift import AddUp, DriftSums, Measure, StateMoments, StateRows, StateSource
+from analysis.linear_cka import CkaSums
+from analysis.results import Record, environment_stamp, make_record
+from modules.decoder import Decoder
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.command_line import progress
+from scripts.drift_sources import WindowStates
+from sparse_predictor.activation_study import ActivationPoint, activation_study
+from sparse_predictor.distance_plan import spread_layers
+from sparse_predictor.distance_study import DistancePoint, distance_study
+
+Part = Literal["drift", "distance", "activation"]
+PARTS: tuple[Part, ...] = ("drift", "distance", "activation")
+DENSITY_LABELS = {"mlp": "mlp_density", "attention": "head_density"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftSettings:
+    """What to measure, and on how much; the flags of `scripts.drift` of the same names."""
+
+    parts: tuple[Part, ...] = PARTS
+    """drift: how far the residual stream moves; distance: what a predictor loses to it; activation: how sparse neurons
+    are by themselves."""
+    max_lookahead: int = 8
+    """Layers are compared with, and predicted from, those up to so many before."""
+    mlp_density: float = 0.5
+    """Share of neurons that predictors choose."""
+    head_density: float = 0.5
+    """Share of groups of heads that predictors choose."""
+    activation_density: float = 0.3
+    """Share of neurons that count as active where sparsity by itself is measured."""
+    distance_layers: int | None = None
+    """Measure recall at so many layers only, evenly spaced; all by default."""
+    perplexity_lookaheads: tuple[int, ...] = (0, 1, 4, 8)
+    """Look-aheads at which predictors run in the model, too; none with 0 values."""
+    perplexity_windows: int | None = None
+    """Windows of the test text for that; all by default."""
+    activation_windows: int | None = None
+    """Windows of the test text for part activation; all by default."""
+
+    def check(self) -> None:
+        """ValueError for what no run could follow."""
+        if not self.parts or set(self.parts) - set(PARTS):
+            raise ValueError(f"--parts {' '.join(self.parts) or 'none'}: choose from {', '.join(PARTS)}")
+        for name in ("max_lookahead", "distance_layers", "perplexity_windows", "activation_windows"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in ("mlp_density", "head_density", "activation_density"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} must lie in (0, 1], got {getattr(self, name)}")
+
+
+def drift_records(
+    model: Decoder,
+    calibration: Tensor,
+    test: Tensor,
+    *,
+    labels: Mapping[str, Any],
+    name: str = "drift",
+    settings: DriftSettings | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    mesh: ParallelMesh | None = None,
+    quiet: bool = True,
+) -> list[Record]:
+    """Records of one model, dense; `labels` (model, dtype, seed, ...) are of every one of them.
+
+    calibration, test int64 [W, T], all real tokens: predictors are fitted on the one (part distance; empty without it),
+    everything is measured on the other. `mesh`: all its ranks call this with the same text, and get the same records;
+    the parts that need the whole model on one device are then left out, and the log says so. ValueError for settings
+    that do not fit.
+    """
+    settings = settings or DriftSettings()
+    settings.check()
+    mesh = mesh or ParallelMesh.single(model.device)
+    book = _Book(name, labels, environment_stamp(str(model.device)))
+    parts = set(settings.parts)
+    if mesh.world_size > 1 and parts - {"drift"}:
+        if mesh.rank == 0:
+            left_out = ", ".join(sorted(parts - {"drift"}))
+            logger.warning(f"--parts {left_out}: left out, since they need the whole model in one process")
+        parts &= {"drift"}
+    records: list[Record] = []
+    if "drift" in parts:
+        states = WindowStates(model, test, batch_size=batch_size, mesh=mesh)
+        records += drift_measure_records(
+            states, settings.max_lookahead, labels=labels, name=name, seed=seed, add_up=mesh.sum, quiet=quiet
+        )
+    if "distance" in parts:
+        records += book.of_distances(_distance_points(model, calibration, test, settings, seed=seed, quiet=quiet))
+    if "activation" in parts:
+        windows = test[: settings.activation_windows]
+        records += book.of_activations(
+            _activation_points(model, windows, settings, seed=seed, quiet=quiet), num_tokens=windows.numel()
+        )
+    return records
+
+
+def drift_measure_records(
+    states: StateSource,
+    max_lookahead: int,
+    *,
+    labels: Mapping[str, Any],
+    name: str = "drift",
+    seed: int = 0,
+    add_up: AddUp = lambda part: part,
+    quiet: bool = True,
+) -> list[Record]:
+    """Cosines, relative updates and CKA, in two passes over the same rows: the first one takes the moments of states.
+
+    `add_up`: adds tensors over the ranks that iterate `states` together.
+    """
+    lookaheads = range(1, max_lookahead + 1)
+
+    def rows(title: str) -> Iterator[StateRows]:
+        return iter(progress(states, title, quiet=quiet, total=states.num_units, unit="set"))
+
+    moments = StateMoments(states)
+    for some in rows("means of states"):
+        moments.add(some)
+    moments.finish(add_up)
+    sums: list[DriftSums | CkaSums] = [DriftSums(states, moments, lookaheads), CkaSums(states, moments, lookaheads)]
+    for some in rows("drift"):
+        for each in sums:
+            each.add(some)
+    for each in sums:
+        each.finish(add_up)
+    measures = [measure for each in sums for measure in each.measures(seed)]
+    return _Book(name, labels, environment_stamp(str(states.device))).of_measures(measures, num_tokens=states.num_rows)
+
+
+def _distance_points(
+    model: Decoder, calibration: Tensor, test: Tensor, settings: DriftSettings, *, seed: int, quiet: bool
+) -> list[DistancePoint]:
+    num_layers = model.config.num_hidden_layers
+    lookaheads = range(min(settings.max_lookahead, num_layers - 1) + 1)
+    layers = None if settings.distance_layers is None else spread_layers(num_layers, settings.distance_layers)
+    middle = min(4, lookaheads[-1])
+    with progress((), "predictors at a distance", quiet=quiet, unit="step") as bar:
+        return distance_study(
+            model,
+            calibration,
+            test,
+            lookaheads=lookaheads,
+            study_lookaheads=sorted({0, middle}),
+            mlp_density=settings.mlp_density,
+            head_density=settings.head_density,
+            layers=layers,
+            perplexity_lookaheads=[one for one in settings.perplexity_lookaheads if one in lookaheads],
+            perplexity_windows=settings.perplexity_windows,
+            seed=seed,
+            on_step=_mover(bar),
+        )
+
+
+def _activation_points(
+    model: Decoder, windows: Tensor, settings: DriftSettings, *, seed: int, quiet: bool
+) -> list[ActivationPoint]:
+    lookaheads = [one for one in (1, 2, 4, 8) if one <= settings.max_lookahead]
+    with progress((), "sparsity of neurons", quiet=quiet, unit="step") as bar:
+        return activation_study(
+            model,
+            windows,
+            density=settings.activation_density,
+            lookaheads=lookaheads,
+            seed=seed,
+            on_step=_mover(bar),
+        )
+
+
+def _mover(bar: Any) -> Callable[[int, int], None]:
+    def move(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return move
+
+
+@dataclass(frozen=True)
+class _Book:
+    """Makes records with the labels and the environment that all of them share."""
+
+    name: str
+    labels: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+    def record(self, metric: str, value: float, labels: Mapping[str, Any], unit: str = "", **more: Any) -> Record:
+        return make_record(
+            self.name, {**self.labels, **labels}, metric, value, unit, environment=self.environment, **more
+        )
+
+    def of_measures(self, measures: Iterable[Measure], *, num_tokens: int) -> list[Record]:
+        """Cosines, relative updates, CKA."""
+        return [
+            self.record(
+                one.metric,
+                one.value,
+                {**one.labels, "num_tokens": num_tokens},
+                interval=one.interval,
+                per_layer=one.per_layer,
+                **one.extras,
+            )
+            for one in measures
+        ]
+
+    def of_distances(self, points: Iterable[DistancePoint]) -> list[Record]:
+        """Recall (against the same units for every token), precision, recall_drop (recall at look-ahead 0 minus that on
+        the same tokens and layers: above 0, distance costs), perplexity (against dense) and loss_rise."""
+        found = []
+        for one in points:
+            labels: dict[str, Any] = {
+                "study": one.study,
+                "block": one.block,
+                "lookahead": one.lookahead,
+                "predictor_rank": one.predictor_rank,
+                "calibration_tokens": one.calibration_tokens,
+                DENSITY_LABELS[one.block]: one.density,
+                "num_tokens": one.num_tokens,
+            }
+            found.append(
+                self.record(
+                    "recall",
+                    one.recall,
+                    labels,
+                    baseline={"name": "static", "value": one.static_recall},
+                    interval=one.recall_interval,
+                    per_layer=one.per_layer_recall,
+                    predicted_density=one.predicted_density,
+                    true_density=one.true_density,
+                )
+            )
+            found.append(self.record("precision", one.precision, labels, interval=one.precision_interval))
+            if one.lookahead:
+                low, high = one.recall_drop_interval
+                found.append(self.record("recall_drop", -one.recall_drop, labels, interval=(-high, -low)))
+            if one.perplexity is None:
+                continue
+            labels |= {"num_tokens": one.perplexity_tokens}
+            dense = {"name": "dense", "value": one.dense_perplexity}
+            found.append(
+                self.record(
+                    "perplexity",
+                    one.perplexity,
+                    labels,
+                    baseline=dense,
+                    interval=one.perplexity_interval,
+                    ratio_interval=one.perplexity_ratio_interval,
+                )
+            )
+            if one.lookahead and one.loss_rise is not None:
+                found.append(self.record("loss_rise", one.loss_rise, labels, "nats", interval=one.loss_rise_interval))
+        return found
+
+    def of_activations(self, points: Iterable[ActivationPoint], *, num_tokens: int) -> list[Record]:
+        """How neurons' outputs are spread, and how long they stay active: against chance, and against neurons that are
+        often active anyway (`static`)."""
+        found = []
+        for one in points:
+            compared: dict[str, Any] = {}
+            if one.chance is not None:
+                compared["baseline"] = {"name": "chance", "value": one.chance}
+            if one.static is not None:
+                compared |= {"static": one.static, "above_static": one.above_static}
+                compared["above_static_interval"] = one.above_static_interval
+            labels = {**one.labels, "num_tokens": num_tokens}
+            more = {"interval": one.interval, "per_layer": one.per_layer, **compared}
+            found.append(self.record(one.metric, one.value, labels, **more))
+        return found

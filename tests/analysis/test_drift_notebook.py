@@ -1,0 +1,47 @@
+"""The notebook of the drift study runs on a tiny set of records, and is kept without outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.analysis.made_up_drift import whole_study
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "analysis" / "notebooks" / "drift.ipynb"
+
+
+def test_the_notebook_runs_on_the_records_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = whole_study(num_layers=3, seeds=2)
+    other = [
+        {**record, "labels": {**record["labels"], "model": "Other"}} for record in records if record["name"] == "drift"
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in [*records, *other])
+    (tmp_path / "drift.jsonl").write_text(lines, encoding="utf-8")
+    monkeypatch.setenv("DRIFT_RESULTS", str(tmp_path))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (choice,) = (cell for cell in notebook.cells if "MODEL = " in cell.source)
+    choice.source = choice.source.replace("next(iter(models), None)", "'Other'").replace(
+        "LOOKAHEAD = 1", "LOOKAHEAD = 2"
+    )
+    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output for output in outputs if output.output_type == "error"]
+    told = "".join(output.get("text", "") for output in outputs)
+    assert "models: Small-135M, Other" in told and "look-aheads of Other: [1, 2]" in told
+    shown = [output.data for output in outputs if output.output_type == "display_data"]
+    assert sum("image/png" in data for data in shown) == 7
+    pages = [data["text/markdown"] for data in shown if "text/markdown" in data]
+    assert pages[0].startswith("**Does drift explain it?** *Small-135M*.") and "*Other*." in pages[0]
+    assert any("Other: what distance costs" in page for page in pages)
+
+
+def test_the_committed_notebook_has_no_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert code and all(cell.outputs == [] and cell.execution_count is None for cell in code)

@@ -1,0 +1,230 @@
+"""The verdict is made from the numbers: its wording at both sides of each decision, and what it says is missing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from analysis.drift_verdict import answers, verdict
+from analysis.factor_effects import FACTORS
+from analysis.results import Record, make_record
+from tests.analysis.made_up_drift import ablation_record, lookahead_record, record
+
+QUESTIONS = [
+    "Does drift explain it?",
+    "Does the activation function explain it?",
+    "Does RoPE explain it?",
+    "Does the norm explain it?",
+]
+
+
+def distance(drop: float, half: float | None, *, recall: float = 0.7, far: float = 0.1) -> list[Record]:
+    """Recall of neurons at look-ahead 0, 1 and 4, whose loss at 1 has an interval of so much to either side."""
+    return [
+        lookahead_record("recall", 0, recall, 0.01),
+        lookahead_record("recall", 1, recall - drop, 0.01),
+        lookahead_record("recall", 4, recall - far, 0.01),
+        lookahead_record("recall_drop", 1, drop, half),
+        lookahead_record("recall_drop", 4, far, 0.02),
+    ]
+
+
+def ablation(
+    effects: Mapping[str, float], *, noise: float = 0.0, seeds: int = 3, metric: str = "recall", **labels: Any
+) -> list[Record]:
+    """0.8 plus the effect of each factor at its second level; effects move by the noise from seed to seed."""
+    records = []
+    for seed, kind in itertools.product(range(seeds), itertools.product(*FACTORS.values())):
+        value = 0.8
+        for level, (factor, levels) in zip(kind, FACTORS.items(), strict=True):
+            value += (effects.get(factor, 0.0) + noise * (seed - 1)) * (level == levels[1])
+        settings = {"study": "lookahead", "block": "mlp", "lookahead": 1, "mlp_density": 0.5, **labels}
+        records.append(ablation_record(metric, kind, seed, value, **settings))
+    return records
+
+
+def texts(records: list[Record]) -> dict[str, str]:
+    return {answer.question: answer.text for answer in answers(records)}
+
+
+def test_records_of_other_studies_have_no_verdict() -> None:
+    assert verdict([]) == "" and answers([]) == []
+    assert verdict([make_record("perplexity", {"model": "Small"}, "perplexity", 20.0, "")]) == ""
+
+
+def test_each_question_has_a_paragraph_that_says_what_is_missing() -> None:
+    cosine = {"point": "block_input", "lookahead": 1, "variant": "raw", "tokens": "all"}
+    found = texts([record("drift", "cosine", 0.95, interval=(0.94, 0.96), model="Small", **cosine)])
+    assert list(found) == QUESTIONS
+    assert found[QUESTIONS[0]] == (
+        "These records cannot tell: they lack what a predictor loses to look-ahead (recall_drop of the look-ahead "
+        "study). *Small*. Cosine of states one layer apart: raw 0.950 [0.940, 0.960]. A cosine alone does not say what "
+        "a predictor loses."
+    )
+    for question in QUESTIONS[1:]:
+        assert found[question] == (
+            "These records cannot tell: they lack recall in models that differ in nothing else (scripts.ablation makes "
+            "them)."
+        )
+
+
+@pytest.mark.parametrize(
+    ("drop", "half", "answer", "change"),
+    [
+        # 0.3 is missed without distance, as uncertain as the recall at 1: 0.01 / 0.31, 0.008 / 0.318, 0.012 / 0.302.
+        (0.01, 0.002, "in part, for less than half of", "1.00 points [0.80, 1.20] less (3.2 % [2.5, 4.0] of"),
+        (0.01, 0.02, "no effect was found, and none that is half of", "no change found larger than 3.0 points"),
+        (-0.02, 0.01, "no, the change that was measured is an improvement", "2.0 points [1.0, 3.0] more"),
+        # 0.30 / 0.60, 0.28 / 0.59, 0.32 / 0.61.
+        (0.30, 0.02, "in part; whether for more than half", "30.0 points [28.0, 32.0] less (50.0 % [47.4, 52.5]"),
+        (0.60, 0.02, "yes, for more than half of what is lost", "60.0 points [58.0, 62.0] less (66.7 % ["),
+        (0.10, 0.40, "these records cannot tell, the interval holds both", "no change found larger than 50 points"),
+        (0.01, None, "one measurement has no interval, so these records", "1 points (no interval) less"),
+    ],
+)  # fmt: skip
+def test_what_distance_costs_decides_whether_drift_explains_it(
+    drop: float, half: float | None, answer: str, change: str
+) -> None:
+    text = texts(distance(drop, half))[QUESTIONS[0]]
+    assert text.startswith(f"*Small*. Recall of neurons (density 0.5): {answer}")
+    assert f"; 70.0 % [69.0, 71.0] from the layer's own input; from one layer back {change}" in text
+    assert "from 4 layers back 10.0 points [8.0, 12.0] less" in text
+
+
+def test_perplexity_is_answered_from_the_paired_rise_of_the_loss() -> None:
+    dense = {"name": "dense", "value": 10.0}
+    base = lookahead_record("perplexity", 0, 20.0, 1.0)
+    own = {**base, "baseline": dense, "ratio": 2.0, "ratio_interval": [1.9, 2.1]}
+    rises = [lookahead_record("loss_rise", lookahead, 0.05 * lookahead, 0.02) for lookahead in (1, 8)]
+    text = texts([own, *rises])[QUESTIONS[0]]
+    # ln 2, ln 1.9 and ln 2.1; then 0.05 / 0.743, 0.03 / 0.772, 0.07 / 0.712.
+    assert text == (
+        "*Small*. Perplexity with sparse neurons: in part, for less than half of what is lost; 0.69 nats [0.64, 0.75] "
+        "above dense from the layer's own input; from one layer back 0.050 nats [0.030, 0.070] more (6.7 % [3.8, 9.9] "
+        "of what is lost there), from 8 layers back 0.400 nats [0.380, 0.420] more (36.6 % [33.8, 39.6] of what is "
+        "lost there)."
+    )
+    without = texts(rises)[QUESTIONS[0]]
+    assert "Perplexity with sparse neurons: these records cannot tell, for want of look-ahead 0; from one" in without
+
+
+def test_layers_that_drift_more_are_said_to_lose_more_only_where_the_interval_says_so() -> None:
+    labels = {"point": "after_attention", "lookahead": 1, "variant": "raw", "tokens": "ordinary"}
+    falling = [1 - 0.01 * layer for layer in range(12)]
+    own, lost = lookahead_record("recall", 0, 0.7, 0.01), lookahead_record("recall_drop", 1, 0.05, 0.01)
+    shaken = [0.5, 0.3, 0.6, 0.2, 0.55, 0.45, 0.1, 0.62, 0.33, 0.5, 0.47]
+    for per_layer, words in (
+        (
+            [0.7 - 0.02 * layer for layer in range(11)],
+            "Layers that drift more lose more recall (rank correlation",
+        ),
+        (
+            [0.5 + 0.01 * layer for layer in range(11)],
+            "Layers that drift more lose less recall (rank correlation",
+        ),
+        (
+            shaken,
+            "Whether layers that drift more lose more recall, these records cannot tell (rank correlation over 11",
+        ),
+        (shaken[:7], ""),
+    ):
+        far = {**lookahead_record("recall", 1, 0.65, 0.01), "per_layer": [None, *per_layer]}
+        cosine = record("drift", "cosine", 0.9, per_layer=[*falling[:11], None], model="Small", **labels)
+        text = texts([{**own, "per_layer": [0.7] * 12}, lost, far, cosine])[QUESTIONS[0]]
+        assert words in text and bool(words) == ("rank correlation" in text)
+
+
+def test_the_mean_over_the_ablation_answers_beside_the_studied_models() -> None:
+    labels = {"lookahead": 1, "metric": "recall_drop"}
+    drops = [{**each, "value": 0.02 + 0.001 * (each["labels"]["seed"] - 1)} for each in ablation({}, **labels)]
+    text = texts([*ablation({}), *drops, *distance(0.01, 0.002)])[QUESTIONS[0]]
+    assert text.startswith("*Small*. Recall") and "*mean of the 24 models of the ablation*. Recall of neurons" in text
+    # Seeds 0.019, 0.020, 0.021: 2 points, half 4.3027 * 0.1 / sqrt(3) = 0.248; 0.18 is missed without distance.
+    assert "from one layer back 2.00 points [1.75, 2.25] less (10.0 % [8.8, 11.2] of what is missed there)." in text
+
+
+@pytest.mark.parametrize(
+    ("effect", "noise", "words"),
+    [
+        (-0.1, 0.01, "In part, for less than half of what is lost. With RoPE instead of learned positions, recall"),
+        (-0.05, 0.03, "No effect was found, and none that is half of what is lost lies within the interval. With RoPE"),
+        (-0.1, 0.06, "These records cannot tell, the interval holds both no effect and half of what is lost. With"),
+        (0.1, 0.01, "No, the change that was measured is an improvement. With RoPE"),
+        (-0.5, 0.01, "Yes, for more than half of what is lost. With RoPE"),
+        (-0.2, 0.01, "In part; whether for more than half of what is lost, these records cannot tell. With RoPE"),
+        (0.0, 0.0, "No effect was found, and none that is half of what is lost lies within the interval. With RoPE"),
+    ],
+)
+def test_a_factor_is_answered_from_the_interval_of_its_effect(effect: float, noise: float, words: str) -> None:
+    # 0.2 is missed with learned positions; the interval is 2.484 times the noise to either side.
+    assert texts(ablation({"positions": effect}, noise=noise))[QUESTIONS[2]].startswith(words)
+
+
+def test_a_factor_paragraph_holds_the_effect_its_interval_and_the_largest_interaction() -> None:
+    further = ablation({"activation": -0.3}, noise=0.001, lookahead=4, metric="recall_drop")
+    found = texts([*ablation({"activation": -0.1, "norm": 0.01}, noise=0.01), *further])
+    assert found[QUESTIONS[1]] == (
+        "In part, for less than half of what is lost. With gated SiLU instead of ReLU, recall of neurons at density "
+        "0.5, look-ahead 1 goes from 80.5 % to 70.5 %: -10.0 points [-12.5, -7.5] (means over 24 small models, paired "
+        "over 3 seeds). Of 1 further outcomes the intervals of 1 leave out 0 (95 % each: one in twenty does so by "
+        "chance): recall of neurons lost to look-ahead 4: -30.00 points [-30.25, -29.75]. The largest interaction is "
+        "of the activation function with the positions: no effect at all."
+    )
+    assert "look-ahead 1 goes from 75.0 % to 76.0 %: no effect found larger than 3.5 points" in found[QUESTIONS[3]]
+    assert "No effect was found on recall of neurons lost to look-ahead 4 (at most 0.25 points)." in found[QUESTIONS[3]]
+
+
+def test_one_seed_or_a_factor_that_does_not_vary_cannot_tell() -> None:
+    one_seed = texts(ablation({"norm": -0.3}, seeds=1))
+    assert one_seed[QUESTIONS[3]].startswith("One measurement has no interval, so these records cannot tell.")
+    assert "-30 points (no interval) (means over 8 small models, paired over 1 seed)" in one_seed[QUESTIONS[3]]
+    gated = [each for each in ablation({}) if each["labels"]["activation"] == "silu gated"]
+    assert texts(gated)[QUESTIONS[1]] == (
+        "These records cannot tell: the models of the ablation do not differ in the activation function."
+    )
+
+
+def test_the_factor_that_moves_recall_most_is_named_where_its_lead_is_certain() -> None:
+    question = "Which factor moves recall most?"
+    assert texts(ablation({"activation": -0.2, "norm": 0.1}))[question] == (
+        "The activation function: it moves recall of neurons 10 points [10, 10] further than the norm, the next."
+    )
+    close = texts(ablation({"activation": -0.2, "norm": 0.19}, noise=0.02))[question]
+    # Sizes 0.22, 0.2, 0.18 against 0.17, 0.19, 0.21.
+    assert close == (
+        "These records cannot tell: between the activation function and the norm, the next, lie 1 points [-9, 11]."
+    )
+    assert question not in texts(distance(0.01, 0.002))
+
+
+def test_relufication_is_told_beside_the_activation_function() -> None:
+    sides = {"silu": (20.0, 0.5), "relu": (20.9, 0.5), "silu before training": (19.0, 0.1)}
+    sides["relu before training"] = (400.0, 9.0)
+    records = [
+        record("relufication", "perplexity", value, interval=(value - half, value + half), variant=variant, **labels)
+        for variant, (value, half) in sides.items()
+        for labels in ({"corpus": "other"}, {}, {"study": "lookahead", "block": "mlp", "lookahead": 1})
+    ]
+    for variant, zeros in (("silu", 0.0), ("relu", 0.8)):
+        records.append(record("relufication", "exact_zeros", zeros, interval=(zeros, zeros), variant=variant))
+        for density, ratio in ((0.5, 1.1), (0.2, 1.5 if variant == "relu" else 1.3)):
+            baseline = {"name": "dense", "value": 100.0}
+            labels = {"variant": variant, "mlp_density": density, "method": "predictor"}
+            records.append(record("relufication", "tokens_per_s", 100 * ratio, baseline=baseline, **labels))
+    assert texts(records)[QUESTIONS[1]].endswith(
+        "In one model, ReLU in the place of SiLU (both trained on alike): exact zeros: 80 % [80, 80] instead of 0 % "
+        "[0, 0]; held-out perplexity before training: 400 [391, 409] instead of 19.00 [18.90, 19.10]; held-out "
+        "perplexity: 20.9 [20.4, 21.4] instead of 20.0 [19.5, 20.5]; speed over dense at density 0.5: 1.1 × (no "
+        "interval) instead of 1.1 × (no interval); speed over dense at density 0.2: 1.5 × (no interval) instead of "
+        "1.3 × (no interval)."
+    )
+    close = {"silu": 20.0, "relu": 20.6}
+    few = [
+        record("relufication", "perplexity", value, interval=(value - 0.5, value + 0.5), variant=variant)
+        for variant, value in close.items()
+    ]
+    # hypot(0.5, 0.5) = 0.71 is more than 0.6.
+    assert texts(few)[QUESTIONS[1]].endswith("instead of 20.0 [19.5, 20.5], which the intervals do not tell apart.")

@@ -1,0 +1,120 @@
+"""Intervals against numbers worked out by hand and printed tables, and the wording at both sides of each decision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from analysis.intervals import (
+    Estimate,
+    difference,
+    mean_with_interval,
+    rank_correlation,
+    share_of_loss,
+    t_quantile,
+)
+from analysis.wording import at_most, headline, no_larger_than, with_interval
+
+
+def estimate(value: float, low: float | None, high: float | None) -> Estimate:
+    return Estimate(value=value, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees_of_freedom", "printed"),
+    [
+        (0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 3, 3.182), (0.975, 4, 2.776), (0.975, 10, 2.228),
+        (0.975, 120, 1.980), (0.95, 2, 2.920), (0.995, 2, 9.925), (0.995, 5, 4.032), (0.5, 7, 0.0),
+    ],
+)  # fmt: skip
+def test_quantiles_of_t_are_those_of_the_printed_table(
+    probability: float, degrees_of_freedom: int, printed: float
+) -> None:
+    assert t_quantile(probability, degrees_of_freedom) == pytest.approx(printed, abs=6e-4)
+
+
+@pytest.mark.parametrize(("probability", "degrees_of_freedom"), [(0.4, 2), (1.0, 2), (0.975, 0)])
+def test_quantiles_that_there_are_not_are_refused(probability: float, degrees_of_freedom: int) -> None:
+    with pytest.raises(ValueError, match="no t quantile at"):
+        t_quantile(probability, degrees_of_freedom)
+
+
+def test_a_mean_of_three_has_a_t_interval_with_two_degrees_of_freedom() -> None:
+    found = mean_with_interval([0.1, 0.2, 0.3])
+    # Standard deviation 0.1, so 4.3027 * 0.1 / sqrt(3) = 0.24842.
+    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.2 - 0.24842, 0.2 + 0.24842), abs=1e-5)
+
+
+def test_one_value_has_no_interval_and_no_value_no_mean() -> None:
+    assert mean_with_interval([0.3]) == estimate(0.3, None, None)
+    assert mean_with_interval([0.3]).holds_zero and mean_with_interval([0.3]).largest == math.inf
+    with pytest.raises(ValueError, match="at least one value"):
+        mean_with_interval([])
+
+
+def test_the_difference_of_two_estimates_adds_their_errors_in_squares() -> None:
+    found = difference(estimate(0.9, 0.87, 0.92), estimate(0.5, 0.48, 0.54))
+    # 0.4 - hypot(0.03, 0.04) and 0.4 + hypot(0.02, 0.02).
+    assert (found.value, found.low, found.high) == pytest.approx((0.4, 0.35, 0.4 + math.sqrt(8e-4)))
+    assert difference(estimate(0.9, None, None), estimate(0.5, 0.4, 0.6)).low is None
+
+
+def test_a_share_of_a_loss_comes_from_the_far_ends_of_both_intervals() -> None:
+    found = share_of_loss(estimate(0.1, 0.05, 0.15), estimate(0.3, 0.25, 0.35))
+    # 0.1 / 0.4, 0.05 / 0.4, 0.15 / 0.4.
+    assert (found.value, found.low, found.high) == pytest.approx((0.25, 0.125, 0.375))
+    gained = share_of_loss(estimate(-0.1, -0.15, 0.05), estimate(0.5, None, None))
+    assert (gained.value, gained.low, gained.high) == pytest.approx((-0.25, -0.15 / 0.35, 0.05 / 0.55))
+    assert share_of_loss(estimate(0.1, None, None), estimate(0.3, 0.2, 0.4)).high is None
+
+
+def test_rank_correlation_and_its_interval() -> None:
+    # Ranks 1 2 3 4 5 against 2 1 4 3 5: 1 - 6 * 4 / (5 * 24) = 0.8.
+    found = rank_correlation([(1, 20), (2, 10), (3, 40), (4, 30), (9, 50)])
+    half = 1.959964 * math.sqrt((1 + 0.8**2 / 2) / 2)
+    expected = (0.8, math.tanh(math.atanh(0.8) - half), math.tanh(math.atanh(0.8) + half))
+    assert (found.value, found.low, found.high) == pytest.approx(expected)
+    # Ties share a rank: 1.5 1.5 3 4 against 1 2 3 4.
+    assert rank_correlation([(1, 1), (1, 2), (2, 3), (3, 4)]).value == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert rank_correlation([(1, 1), (1, 2), (1, 3), (1, 4)]) == estimate(0.0, -1.0, 1.0)
+    with pytest.raises(ValueError, match="at least four pairs, not 3"):
+        rank_correlation([(1, 1), (2, 2), (3, 3)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "share", "words"),
+    [
+        ((0.1, None, None), (0.2, None, None), "one measurement has no interval, so these records cannot tell"),
+        ((0.01, -0.001, 0.02), (0.1, -0.1, 0.49), "no effect was found, and none that is half of what is lost lies"),
+        ((0.01, 0.0, 0.02), (0.1, 0.0, 0.49), "no effect was found, and none that is half of what is lost lies"),
+        ((0.01, 0.0, 0.02), (0.1, 0.0, 0.51), "cannot tell, the interval holds both no effect and half of what is"),
+        ((-0.01, -0.02, 0.0), (-0.1, -0.2, 0.0), "no effect was found, and none that is half of what is lost lies"),
+        ((-0.01, -0.02, -0.001), (-0.1, -0.2, -0.01), "no, the change that was measured is an improvement"),
+        ((0.01, 0.001, 0.02), (0.1, 0.01, 0.49), "in part, for less than half of what is lost"),
+        ((0.01, 0.001, 0.02), (0.4, 0.3, 0.5), "in part; whether for more than half of what is lost, these records"),
+        ((0.01, 0.001, 0.02), (0.6, 0.5, 0.7), "in part; whether for more than half of what is lost, these records"),
+        ((0.01, 0.001, 0.02), (0.6, 0.51, 0.7), "yes, for more than half of what is lost"),
+    ],
+)
+def test_the_answer_is_no_stronger_than_both_intervals(
+    loss: tuple[float, float | None, float | None], share: tuple[float, float | None, float | None], words: str
+) -> None:
+    assert words in headline(estimate(*loss), estimate(*share))
+
+
+def test_ends_are_rounded_outwards_to_two_digits_of_the_width() -> None:
+    assert with_interval(estimate(0.1234, 0.11841, 0.12899), "points", scale=100) == "12.3 points [11.8, 12.9]"
+    assert with_interval(estimate(0.1234, 0.11801, 0.12801), "points", scale=100) == "12.3 points [11.8, 12.9]"
+    assert with_interval(estimate(-0.002, -0.00412, 0.00012), signed=True) == "-0.0020 [-0.0042, +0.0002]"
+    assert with_interval(estimate(20.0, 19.0, 21.0)) == "20.0 [19.0, 21.0]"
+    assert with_interval(estimate(0.9, 0.9, 0.9), "%", scale=100) == "90 % [90, 90]"
+    assert with_interval(estimate(0.12345, None, None), "nats") == "0.1235 nats (no interval)"
+
+
+def test_a_bound_is_rounded_up() -> None:
+    assert [at_most(0.00713, scale=100), at_most(12.01), at_most(0.2)] == ["0.72", "13", "0.20"]
+    assert no_larger_than("effect", estimate(0.0, -0.0101, 0.0055), "points", scale=100) == (
+        "no effect found larger than 1.1 points"
+    )
+    assert no_larger_than("effect", estimate(0.0, 0.0, 0.0), "nats") == "no effect at all"
