@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -75,6 +75,8 @@ FAMILIES = {
         final_norm="final_layer_norm",
     ),
 }
+# A mixture of both has Llama's names, and OPT's for what only OPT has.
+FAMILIES["decoder"] = replace(FAMILIES["llama"], body=FAMILIES["opt"].body, head=FAMILIES["opt"].head)
 
 # Output projections are held unit-major: turned once, at load. Their bias belongs to the half-block.
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
@@ -158,7 +160,7 @@ def locate_hf_names(
             found[place] = name
     if config.tie_word_embeddings and (EMBEDDINGS, "embed_tokens.weight") in found:
         found.setdefault((HEAD, "lm_head.weight"), found[EMBEDDINGS, "embed_tokens.weight"])
-    missing = [_hf_name(part, key, config) for part in shapes for key in shapes[part] if (part, key) not in found]
+    missing = [hf_name(part, key, config) for part in shapes for key in shapes[part] if (part, key) not in found]
     problems = []
     if missing:
         problems.append(f"missing {_listed(missing)}")
@@ -184,7 +186,8 @@ def _place(
     return None
 
 
-def _hf_name(part: str, key: str, config: ModelConfig) -> str:
+def hf_name(part: str, key: str, config: ModelConfig) -> str:
+    """The full name that Hugging Face's class has for a key of a part."""
     if key == "lm_head.weight":
         return key
     layer = f"layers.{part}." if part not in (EMBEDDINGS, HEAD) else ""

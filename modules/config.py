@@ -28,7 +28,7 @@ class RopeScaling:
 class ModelConfig:
     """Shape and kind of one decoder-only model; names are Hugging Face's. Frozen, hashable, JSON-able."""
 
-    model_type: Literal["llama", "opt"]
+    model_type: Literal["llama", "opt", "decoder"]  # decoder: a mixture that no family of Hugging Face's has
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -99,7 +99,7 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(hf: Mapping[str, Any]) -> "ModelConfig":
-        """Read a Hugging Face `config.json` (hub files and transformers 5 spellings).
+        """Read a `config.json`: Hugging Face's (hub files and transformers 5 spellings) or ours of a mixture.
 
         Raises ValueError for any architecture or option that this decoder would not compute faithfully.
         """
@@ -113,7 +113,9 @@ class ModelConfig:
             return _from_llama(hf)
         if model_type == "opt":
             return _from_opt(hf)
-        raise ValueError(f"config: model_type {model_type!r} is not supported; supported: llama, opt")
+        if model_type == "decoder":
+            return _from_fields(hf)
+        raise ValueError(f"config: model_type {model_type!r} is not supported; supported: llama, opt, decoder")
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -222,3 +224,18 @@ def _from_opt(hf: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         pad_token_id=hf.get("pad_token_id"),
     )
+
+
+def _from_fields(hf: Mapping[str, Any]) -> ModelConfig:
+    """A mixture's `config.json`: these fields under their own names (see checkpoint_config)."""
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    known = {name: value for name, value in hf.items() if name in fields}
+    _required(hf, *(name for name, field in fields.items() if field.default is dataclasses.MISSING))
+    for name, allowed in (("norm", ("rms", "layer")), ("positions", ("rotary", "learned"))):
+        if known[name] not in allowed:
+            raise ValueError(f"config: {name} {known[name]!r} is not supported; supported: {', '.join(allowed)}")
+    known["activation"] = _activation(known["activation"])
+    known["eos_token_ids"] = tuple(known.get("eos_token_ids", ()))
+    if known.get("rope_scaling") is not None:
+        known["rope_scaling"] = RopeScaling(**known["rope_scaling"])
+    return ModelConfig(**known)

@@ -2,15 +2,18 @@
 
 Document k of a seed depends on (seed, k): the subject and the form of its text, and its sampling stream. A chat model
 gets the task in its chat template and the document is its answer; any other model continues an opening sentence, which
-is then part of the document; a model without a tokenizer continues a random token.
+is then part of the document; a model without a tokenizer continues a random token. With `num_words` a task also asks
+for random words of the tokenizer's vocabulary, so that no two texts begin alike (as TinyStories, Eldan & Li 2023).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from modules.decode_graphs import can_capture
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
@@ -25,6 +28,7 @@ BATCH_SIZE = 32
 FIRST_GUESS = 220  # tokens of a document, before any has been written
 TEMPERATURE = 1.0
 TOP_P = 0.9
+WORD = re.compile(r"[Ġ▁][a-z]{4,}")  # a whole word as byte-level and as sentencepiece vocabularies spell it
 
 TOPICS = (
     "volcanoes", "the history of bread", "railways", "honey bees", "the Roman aqueducts", "learning to swim",
@@ -43,34 +47,51 @@ FORMS = (
 
 
 def write_documents(
-    loaded: LoadedModel, *, seed: int, max_tokens: int | None = None, quiet: bool = False
+    loaded: LoadedModel,
+    *,
+    seed: int,
+    max_tokens: int | None = None,
+    first_document: int = 0,
+    batch_size: int = BATCH_SIZE,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    num_words: int = 0,
+    quiet: bool = False,
 ) -> Iterator[list[int]]:
-    """Yields token ids of one document after another, without end; the same ones for the same seed.
+    """Yields token ids of one document after another, without end; the same ones for the same seed, words and
+    options of sampling.
 
-    `max_tokens`, if the reader knows it, only decides how many documents are written at a time.
+    `max_tokens`, if the reader knows it, only decides how many documents are written at a time. `first_document`:
+    the ones before it are left out.
     """
     model = loaded.model
     context = min(MAX_DOCUMENT_TOKENS, model.config.max_position_embeddings)
+    eos = loaded.generation_defaults.eos_token_ids
+    # A row that ends makes the step that already runs worthless, and with many rows one ends nearly every step. Then it
+    # is cheaper to let all go on to the same length and cut: what a row draws depends on no other.
+    cuts = can_capture(model) and batch_size > BATCH_SIZE
+    words = vocabulary_words(loaded.tokenizer) if num_words else []
     num_written = num_documents = 0
     with progress((), "writing text", quiet=quiet, total=max_tokens, unit="tok") as bar:
         while True:
             mean = num_written / num_documents if num_documents else min(FIRST_GUESS, context)
-            wanted = BATCH_SIZE if max_tokens is None else -(-(max_tokens - num_written) // max(1, round(mean)))
-            batch = range(num_documents, num_documents + max(1, min(BATCH_SIZE, wanted)))
-            starts = [_start(loaded, seed, document_idx) for document_idx in batch]
+            wanted = batch_size if max_tokens is None else -(-(max_tokens - num_written) // max(1, round(mean)))
+            start = first_document + num_documents
+            batch = range(start, start + max(1, min(batch_size, wanted)))
+            starts = [_start(loaded, seed, document_idx, words, num_words) for document_idx in batch]
             requests = [
                 GenerationRequest(
                     prompt_token_ids=prompt,
                     max_new_tokens=context - len(kept),
-                    sampling=SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=mix_seed(seed, document_idx)),
+                    sampling=SamplingParams(temperature=temperature, top_p=top_p, seed=mix_seed(seed, document_idx)),
                 )
                 for (prompt, kept), document_idx in zip(starts, batch, strict=True)
             ]
             results = generate(
                 model,
                 requests,
-                batch_size=BATCH_SIZE,
-                eos_token_ids=loaded.generation_defaults.eos_token_ids,
+                batch_size=batch_size,
+                eos_token_ids=() if cuts else eos,
                 on_token=lambda request_idx, token_id, logprob: bar.update(1),
                 exchange=exchange_of(loaded.mesh),
             )
@@ -79,13 +100,30 @@ def write_documents(
             for (_, kept), result in zip(starts, results, strict=True):
                 if result.error is not None:
                     raise ValueError(f"corpus self: {result.error}")
-                token_ids = kept + result.token_ids
+                token_ids = kept + up_to_end(result.token_ids, eos)
                 num_written += len(token_ids)
                 num_documents += 1
                 yield token_ids
 
 
-def _start(loaded: LoadedModel, seed: int, document_idx: int) -> tuple[list[int], list[int]]:
+def up_to_end(token_ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Token ids up to and with the first that ends a text."""
+    end = next((i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids), len(token_ids))
+    return token_ids[: end + 1]
+
+
+def vocabulary_words(tokenizer: Any) -> list[str]:
+    """Whole lower-case words that are one token each, sorted; ValueError if there are none."""
+    entries = [] if tokenizer is None else tokenizer.get_vocab()
+    words = sorted(entry[1:] for entry in entries if WORD.fullmatch(entry))
+    if not words:
+        raise ValueError("corpus self: this model's vocabulary holds no words to write about")
+    return words
+
+
+def _start(
+    loaded: LoadedModel, seed: int, document_idx: int, words: list[str], num_words: int
+) -> tuple[list[int], list[int]]:
     """(prompt, the part of it that belongs to the document)."""
     from scripts.model_loading import chat_token_ids
 
@@ -95,7 +133,10 @@ def _start(loaded: LoadedModel, seed: int, document_idx: int) -> tuple[list[int]
         first = [draw.randrange(loaded.model.config.vocab_size)]
         return first, first
     topic, form = draw.choice(TOPICS), draw.choice(FORMS)
+    about = topic
+    if words:
+        about += " in which these words come up: " + ", ".join(draw.sample(words, num_words))
     if getattr(tokenizer, "chat_template", None):
-        return chat_token_ids(tokenizer, f"Write {form} about {topic}."), []
-    opening = list(tokenizer(f"This is {form} about {topic}.\n\n")["input_ids"])
+        return chat_token_ids(tokenizer, f"Write {form} about {about}."), []
+    opening = list(tokenizer(f"This is {form} about {about}.\n\n")["input_ids"])
     return opening, opening

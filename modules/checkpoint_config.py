@@ -1,0 +1,96 @@
+"""The `config.json` of a model that we made ourselves: the way back from `ModelConfig.from_hf`.
+
+A model that is a Llama or an OPT is written as one, so that Hugging Face's classes run it. A mixture of both (a gated
+MLP with learned positions, say) has no class there: its file holds the fields of `ModelConfig` under their names.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from modules.config import ModelConfig
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """What `ModelConfig.from_hf` reads as this configuration. ValueError for a family that would not compute it."""
+    hf = _WRITERS[config.model_type](config)
+    if (read := ModelConfig.from_hf(hf)) != config:
+        fields = (field.name for field in dataclasses.fields(config))
+        lost = (name for name in fields if getattr(read, name) != getattr(config, name))
+        raise ValueError(
+            f"config: model_type {config.model_type!r} cannot have "
+            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in lost)}; use model_type 'decoder'"
+        )
+    return hf
+
+
+def in_family(config: ModelConfig) -> ModelConfig:
+    """The same configuration as the family that computes it; of a mixture as `decoder`."""
+    for model_type, write in _WRITERS.items():
+        named = dataclasses.replace(config, model_type=model_type)  # type: ignore[arg-type]
+        try:
+            fits = ModelConfig.from_hf(write(named)) == named
+        except ValueError:  # a shape that this family does not allow
+            fits = False
+        if fits:
+            return named
+    raise AssertionError("a mixture can be anything")
+
+
+def _shared_keys(config: ModelConfig) -> dict[str, Any]:
+    """What both families spell alike."""
+    names = (
+        "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "pad_token_id",
+    )  # fmt: skip
+    eos: int | list[int] | None = list(config.eos_token_ids)
+    if len(config.eos_token_ids) < 2:
+        eos = config.eos_token_ids[0] if config.eos_token_ids else None
+    return {**{name: getattr(config, name) for name in names}, "eos_token_id": eos}
+
+
+def _to_llama(config: ModelConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        scaling = dataclasses.asdict(config.rope_scaling)
+        rope["rope_type"] = scaling.pop("kind")
+        rope |= scaling if rope["rope_type"] == "llama3" else {"factor": scaling["factor"]}
+    return {
+        **_shared_keys(config),
+        "architectures": ["LlamaForCausalLM"],
+        "intermediate_size": config.intermediate_size,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.activation,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+
+
+def _to_opt(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_shared_keys(config),
+        "architectures": ["OPTForCausalLM"],
+        "ffn_dim": config.intermediate_size,
+        "word_embed_proj_dim": config.word_embed_proj_dim,
+        "activation_function": config.activation,
+        "do_layer_norm_before": config.pre_norm,
+        "layer_norm_elementwise_affine": config.norm_affine,
+        "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
+        "enable_bias": config.attention_bias,
+        "dropout": 0.0,
+    }
+
+
+def _to_fields(config: ModelConfig) -> dict[str, Any]:
+    return {**dataclasses.asdict(config), "eos_token_ids": list(config.eos_token_ids)}
+
+
+# Families first: in_family takes the first that fits.
+_WRITERS: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "llama": _to_llama,
+    "opt": _to_opt,
+    "decoder": _to_fields,
+}

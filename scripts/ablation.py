@@ -1,0 +1,219 @@
+"""The controlled experiment: small models that differ in activation, positions and norm alone, and the study on each.
+
+2 x 2 x 2 models of equal size, trained from scratch on the same text, windows and order, with the same learning rates;
+what two models have in common starts from the same numbers. The ReLU MLP has no gate and is 1.5 times as wide.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from analysis.factor_effects import FACTORS
+from analysis.results import Record
+from modules.checkpoint import build_on_meta, load_model
+from modules.checkpoint_config import in_family
+from modules.config import ModelConfig
+from modules.training import TrainingOptions, initialised_model
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.command_line import run_stage
+from scripts.drift_records import DriftSettings, drift_records
+from scripts.model_loading import Dtype, resolve_device
+from scripts.run_records import RecordBook
+from scripts.trained_models import (
+    finished_records,
+    is_trained,
+    score,
+    study_dtype,
+    train_and_keep,
+    training_identity,
+)
+from scripts.training_text import TextPlan, TrainingText, prepare_text
+
+NAME = "ablation"
+VARIANTS = {
+    "-".join(level.split()[0] for level in levels): dict(zip(FACTORS, levels, strict=True))
+    for levels in itertools.product(*FACTORS.values())
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DriftSettings):
+    """Train small models that differ in one thing only, and run the drift study on each.
+
+    Safe to run again, and beside another run with other --variants or --seeds: what is there is kept.
+    """
+
+    corpus: tuple[str, ...]
+    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4[:SPLIT]; all are mixed."""
+    test_corpus: str
+    """A text of another kind, on which the models are scored as well."""
+    output_dir: Path
+    """Tokenizer, tokenised text and checkpoints go here."""
+    output: Path
+    """Result records (JSON lines), appended; a model whose records are there is not studied anew."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    """Which models: activation-positions-norm."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of initial weights and order of the text; one model of each variant a seed."""
+    hidden_size: int = 256
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 8
+    intermediate_size: int = 704
+    """Of the gated MLP."""
+    vocab_size: int = 8192
+    """Of the tokenizer, which is trained on the text."""
+    window: int = 512
+    """Tokens a window, and the models' context."""
+    train_tokens: int = 20_971_520
+    """Tokens that each model is trained on; more than the text holds: several epochs."""
+    batch_windows: int = 64
+    """Windows a training step."""
+    learning_rate: float = 3e-3
+    """Peak, of AdamW."""
+    calibration_tokens: int = 65536
+    """Held-out text that the study's predictors are fitted on."""
+    test_tokens: int = 32768
+    """Other held-out text, that models and predictors are tested on."""
+    dtype: Dtype = "auto"
+    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see modules/training.py."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
+    quiet: bool = False
+    """No progress bars, warnings only."""
+
+
+def main(options: Options) -> list[Record]:
+    """Train and study what is not there yet; returns the records of all that was asked for."""
+    check_options(options)
+    text = prepare_text(options.output_dir / "text", text_plan(options), quiet=options.quiet)
+    book = RecordBook(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
+    return [
+        record
+        # Seed by seed: an interrupted run leaves whole blocks of the experiment.
+        for seed in options.seeds
+        for variant in options.variants
+        for record in run_model(options, text, book, variant, seed)
+    ]
+
+
+def check_options(options: Options) -> None:
+    """ValueError for flags that no run could follow, before anything is read."""
+    options.check()
+    if unknown := [name for name in options.variants if name not in VARIANTS]:
+        raise ValueError(f"--variants {' '.join(unknown)}: choose from {', '.join(VARIANTS)}")
+    if not options.variants or not options.seeds or min(options.seeds) < 0:
+        raise ValueError("--variants and --seeds: give at least one each; seeds are 0 or more")
+    training_options(options, 0)
+
+
+def text_plan(options: Options) -> TextPlan:
+    """The same for all variants and seeds."""
+    return TextPlan(
+        corpora=options.corpus,
+        other_corpus=options.test_corpus,
+        vocab_size=options.vocab_size,
+        train_tokens=options.train_tokens,
+        calibration_tokens=options.calibration_tokens,
+        test_tokens=options.test_tokens,
+        window=options.window,
+    )
+
+
+def training_options(options: Options, seed: int) -> TrainingOptions:
+    """The same for all variants."""
+    return TrainingOptions(
+        steps=max(1, math.ceil(options.train_tokens / (options.batch_windows * options.window))),
+        batch_windows=options.batch_windows,
+        window=options.window,
+        learning_rate=options.learning_rate,
+        seed=seed,
+    )
+
+
+def variant_config(options: Options, levels: Mapping[str, str], vocab_size: int) -> ModelConfig:
+    """One of the eight models, as the family that has this mixture, if one has."""
+    is_gated = levels["activation"] == "silu gated"
+    return in_family(
+        ModelConfig(
+            model_type="decoder",
+            vocab_size=vocab_size,
+            hidden_size=options.hidden_size,
+            intermediate_size=options.intermediate_size if is_gated else options.intermediate_size * 3 // 2,
+            num_hidden_layers=options.num_hidden_layers,
+            num_attention_heads=options.num_attention_heads,
+            num_key_value_heads=options.num_attention_heads,
+            head_dim=options.hidden_size // options.num_attention_heads,
+            max_position_embeddings=options.window,
+            norm="rms" if levels["norm"] == "rms" else "layer",
+            norm_eps=1e-5,
+            activation="silu" if is_gated else "relu",
+            gated_mlp=is_gated,
+            positions="rotary" if levels["positions"] == "rotary" else "learned",
+            tie_word_embeddings=True,
+            word_embed_proj_dim=options.hidden_size,
+            bos_token_id=0,
+            eos_token_ids=(0,),
+        )
+    )
+
+
+def run_model(options: Options, text: TrainingText, book: RecordBook, variant: str, seed: int) -> list[Record]:
+    """Train one model, unless it is there, and append its records, unless they are."""
+    device = resolve_device(options.device)
+    config = variant_config(options, VARIANTS[variant], vocabulary_size(text))
+    training = training_options(options, seed)
+    identity = training_identity(training, text, config=config.config_hash())
+    folder = options.output_dir / f"{variant}-{seed}"
+    dtype = study_dtype(options.dtype, device)
+    labels: dict[str, Any] = {
+        "model": variant,
+        **VARIANTS[variant],
+        "seed": seed,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    if (finished := finished_records(book, NAME, labels, identity)) is not None:
+        logger.info(f"{variant}, seed {seed}: its records are in {options.output}")
+        return finished
+    if not is_trained(folder, identity):
+        model = initialised_model(config, seed=seed, device=device)
+        train_and_keep(
+            model, folder, text, training, identity, title=f"training {variant}, seed {seed}", quiet=options.quiet
+        )
+        del model
+    # From the file in either case, so that an interrupted run that is continued has the records of one that was not.
+    model = load_model(folder, dtype=dtype, device=device)
+    records = drift_records(
+        model,
+        text.calibration,
+        text.held_out,
+        labels=labels,
+        name=NAME,
+        settings=DriftSettings(**{entry.name: getattr(options, entry.name) for entry in fields(DriftSettings)}),
+        quiet=options.quiet,
+    )
+    about: dict[str, Any] = {"training": identity, "num_parameters": num_parameters(config)}
+    loss, perplexities = score(NAME, labels, model, text, options.test_corpus, **about)
+    return book.write([*records, *perplexities, loss])
+
+
+def vocabulary_size(text: TrainingText) -> int:
+    """Of the tokenizer that was trained, which a small text may have left smaller than was asked for."""
+    from transformers import AutoTokenizer
+
+    return len(AutoTokenizer.from_pretrained(str(text.tokenizer_dir)))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """All of them, embeddings included; a tied head counts once."""
+    return sum(parameter.numel() for parameter in build_on_meta(config).parameters())
+
+
+if __name__ == "__main__":
+    run_stage(main, Options)

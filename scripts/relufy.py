@@ -1,0 +1,279 @@
+"""ReLU-fication (Mirzadeh et al. 2023): a model's activation replaced by ReLU, trained on briefly; what that changes.
+
+Two models are trained on from the same weights, on the same text, windows and order: one with its own activation
+(variant `silu`), the other with ReLU (`relu`). So what training itself changes is not taken for an effect of ReLU.
+Records of the same names before training have the variants `silu before training` and `relu before training`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+
+import scripts.collect
+import scripts.train
+from analysis.results import Record, make_record
+from modules.checkpoint import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
+from modules.checkpoint_files import checkpoint_fingerprint, open_source
+from modules.decoder import Decoder
+from modules.training import TrainingOptions
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.benchmark import one_gpu
+from scripts.command_line import run_stage
+from scripts.drift_records import DriftSettings, drift_records
+from scripts.model_loading import Dtype, model_name, resolve_device, resolve_model
+from scripts.run_records import RecordBook, selection_labels
+from scripts.trained_models import (
+    finished_records,
+    is_trained,
+    loss_record,
+    perplexity_record,
+    recorded,
+    score,
+    study_dtype,
+    train_and_keep,
+    training_identity,
+)
+from scripts.training_text import TextPlan, TrainingText, prepare_text
+from sparse_predictor.selection import Selection, attach_selection
+
+NAME = "relufication"
+# As records name them: the activation, and whether the model was trained on.
+VARIANTS = {
+    "silu before training": ("silu", False),
+    "relu before training": ("relu", False),
+    "silu": ("silu", True),
+    "relu": ("relu", True),
+}
+# What ReLU changes is what neurons do and how well they are predicted; drift and far look-aheads are for scripts.drift.
+SETTINGS = DriftSettings(parts=("distance", "activation"), max_lookahead=4, distance_layers=8, perplexity_lookaheads=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Replace a model's SiLU by ReLU, train it on briefly, and compare with the same model trained on without that.
+
+    Safe to run again: what is there is kept.
+    """
+
+    model: str
+    """A gated SiLU model: converted folder, Hugging Face folder or hub id."""
+    corpus: tuple[str, ...]
+    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4[:SPLIT]; all are mixed."""
+    test_corpus: str
+    """A text of another kind, on which the models are scored as well."""
+    output_dir: Path
+    """Tokenised text, checkpoints and predictors go here."""
+    output: Path
+    """Result records (JSON lines), appended; a variant whose records are there is not studied again."""
+    train_tokens: int = 8_388_608
+    """Tokens that each of the two is trained on."""
+    window: int = 1024
+    """Tokens a window."""
+    batch_windows: int = 16
+    """Windows a training step."""
+    learning_rate: float = 3e-4
+    """Peak, of AdamW."""
+    calibration_tokens: int = 65536
+    """Held-out text that the study's predictors are fitted on."""
+    test_tokens: int = 32768
+    """Other held-out text, that models and predictors are tested on."""
+    speed_densities: tuple[float, ...] = (0.5, 0.2)
+    """Share of the neurons computed where decoding is timed, with predictors of the two trained models; none: not."""
+    predictor_tokens: int = 131072
+    """Text that those predictors are trained on."""
+    prompt_tokens: int = 128
+    """Of the text that is continued for the time."""
+    decode_tokens: int = 256
+    """Tokens decoded for the time."""
+    seed: int = 0
+    """Of the order of the text."""
+    dtype: Dtype = "auto"
+    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see modules/training.py."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
+    quiet: bool = False
+    """No progress bars, warnings only."""
+
+
+def main(options: Options) -> list[Record]:
+    """Train and study what is not there yet; returns all records."""
+    directory = resolve_model(options.model)
+    config = load_config(directory)
+    if config.activation != "silu":
+        raise ValueError(f"--model {options.model}: its activation is {config.activation}; one with SiLU is needed")
+    if min(options.predictor_tokens, options.prompt_tokens, options.decode_tokens) < 2:
+        raise ValueError("--predictor-tokens, --prompt-tokens and --decode-tokens must be at least 2")
+    if options.speed_densities and options.prompt_tokens + options.decode_tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"--prompt-tokens and --decode-tokens do not fit the context of {config.max_position_embeddings} together"
+        )
+    for density in options.speed_densities:
+        Selection(mlp_density=density).densities(1)
+    plan = TextPlan(
+        corpora=options.corpus,
+        other_corpus=options.test_corpus,
+        tokenizer_dir=str(directory),
+        train_tokens=options.train_tokens,
+        calibration_tokens=options.calibration_tokens,
+        test_tokens=options.test_tokens,
+        window=options.window,
+    )
+    plan.check()
+    training = TrainingOptions(
+        steps=math.ceil(options.train_tokens / (options.batch_windows * options.window)),
+        batch_windows=options.batch_windows,
+        window=options.window,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
+    text = prepare_text(options.output_dir / "text", plan, quiet=options.quiet)
+    book = RecordBook(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
+    records = [
+        record for variant in VARIANTS for record in run_variant(options, directory, text, training, book, variant)
+    ]
+    # Last, since it may refuse to time what does not decode as it should.
+    for variant in (name for name, (_, is_trained_on) in VARIANTS.items() if is_trained_on):
+        for density in options.speed_densities:
+            records += run_sparse(options, text, book, variant, density)
+    return records
+
+
+def labels_of(options: Options, variant: str) -> dict[str, Any]:
+    """Of all records of a variant."""
+    activation = VARIANTS[variant][0]
+    return {
+        "model": model_name(options.model),
+        "variant": variant,
+        "activation": "silu gated" if activation == "silu" else activation,
+        "seed": options.seed,
+        "dtype": str(study_dtype(options.dtype, resolve_device(options.device))).removeprefix("torch."),
+    }
+
+
+def run_variant(
+    options: Options, directory: Path, text: TrainingText, training: TrainingOptions, book: RecordBook, variant: str
+) -> list[Record]:
+    """Train one of the two, if it is to be, unless it is there; append its records, unless they are."""
+    device = resolve_device(options.device)
+    activation, is_trained_on = VARIANTS[variant]
+    dtype = study_dtype(options.dtype, device)
+    identity = {"text": text.identity, "source": checkpoint_fingerprint(directory)[:12], "activation": activation}
+    if is_trained_on:
+        identity |= training_identity(training, text)
+    labels = labels_of(options, variant)
+    if (finished := finished_records(book, NAME, labels, identity)) is not None:
+        logger.info(f"{variant}: its records are in {options.output}")
+        return finished
+    if is_trained_on:
+        folder = options.output_dir / activation
+        if not is_trained(folder, identity):
+            model = with_activation(directory, activation, torch.float32, device)
+            train_and_keep(model, folder, text, training, identity, title=f"training {variant}", quiet=options.quiet)
+            del model
+        model = load_model(folder, dtype=dtype, device=device)
+    else:
+        model = with_activation(directory, activation, dtype, device)
+    loss, records = score(NAME, labels, model, text, options.test_corpus, training=identity)
+    records += drift_records(
+        model, text.calibration, text.held_out, labels=labels, name=NAME, settings=SETTINGS, quiet=options.quiet
+    )
+    return book.write([*records, loss])
+
+
+def with_activation(directory: Path, activation: str, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The checkpoint's weights in a model with this activation."""
+    config = load_config(directory)
+    source = open_source(directory, config, checkpoint_shapes(config))
+    model = build_on_meta(dataclasses.replace(config, activation=activation))  # type: ignore[arg-type]
+    load_weights(model, source, dtype=dtype, device=device)
+    return model
+
+
+def run_sparse(options: Options, text: TrainingText, book: RecordBook, variant: str, density: float) -> list[Record]:
+    """Decoding at batch 1 and held-out perplexity with trained predictors of the neurons, against the dense model."""
+    folder = options.output_dir / VARIANTS[variant][0]
+    predictors = folder.with_name(f"{folder.name}-predictors")
+    selection = Selection(
+        method="predictor",
+        predictors=predictors,
+        mlp_density=density,
+        sparse_phases="all",
+    )
+    num_layers = load_config(folder).num_hidden_layers
+    labels = {**labels_of(options, variant), **selection_labels(selection, num_layers), "batch_size": 1}
+    if book.find(NAME, labels, metric="tokens_per_s"):
+        return recorded(book, NAME, labels)
+    train_predictors(options, folder, predictors, labels["dtype"])
+    model = load_model(
+        folder, dtype=study_dtype(options.dtype, resolve_device(options.device)), device=resolve_device(options.device)
+    )
+    dense = loss_record(NAME, labels, model, text.held_out)["value"]
+    attach_selection(model, selection)
+    quality = perplexity_record(loss_record(NAME, labels, model, text.held_out), dense)
+    del model
+    (timed,) = one_gpu.run(
+        one_gpu.Options(
+            model=str(folder),
+            corpus=options.test_corpus,
+            output=options.output_dir / "decode.jsonl",
+            method="predictor",
+            predictors=predictors,
+            mlp_density=density,
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.decode_tokens,
+            window=options.window,
+            dtype=labels["dtype"],
+            device=options.device,
+            quiet=options.quiet,
+        )
+    )
+    extras = {name: timed[name] for name in ("achieved", "bytes_per_step", "achieved_gb_per_s", "ceiling_gb_per_s")}
+    speed = make_record(
+        NAME,
+        labels,
+        "tokens_per_s",
+        timed["value"],
+        timed["unit"],
+        baseline={**timed["baseline"], "name": "dense"},
+        **extras,
+    )
+    return book.write([quality, speed])
+
+
+def train_predictors(options: Options, folder: Path, predictors: Path, dtype: str) -> None:
+    """Collect activations of a trained model and train predictors of its neurons, unless they are there."""
+    if (predictors / "manifest.json").is_file():
+        return
+    activations = folder.with_name(f"{folder.name}-activations")
+    how: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": options.device, "quiet": options.quiet}
+    scripts.collect.main(
+        scripts.collect.Options(
+            **how,
+            corpus=options.corpus[0],
+            output_dir=activations,
+            max_tokens=options.predictor_tokens,
+            units="mlp",
+            resume=True,
+        )
+    )
+    scripts.train.main(
+        scripts.train.Options(
+            **how,
+            activations=activations,
+            output_dir=predictors,
+            units="mlp",
+            densities=options.speed_densities,
+            refine_steps=0,
+        )
+    )
+
+
+if __name__ == "__main__":
+    run_stage(main, Options)

@@ -1,0 +1,132 @@
+"""What ablation and relufy do with a model: train it once and keep it, score it, have the drift study done on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import Tensor
+
+from analysis.results import Record, make_record
+from data.corpora import parse_corpus
+from modules.checkpoint_export import write_model
+from modules.checkpoint_files import MANIFEST_FILE
+from modules.decoder import Decoder
+from modules.scoring import token_logprobs
+from modules.training import TrainingOptions, train_model
+from scripts.command_line import progress
+from scripts.model_loading import Dtype, resolve_dtype
+from scripts.run_records import RecordBook
+from scripts.training_text import TrainingText
+from sparse_predictor.bootstrap import Resampling, interval_of
+
+SCORED_TOGETHER = 16  # windows
+
+
+def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the checkpoint of this training; ValueError if it holds that of another."""
+    manifest = folder / MANIFEST_FILE
+    if not manifest.is_file():
+        return False
+    there = json.loads(manifest.read_text()).get("training")
+    if there != identity:
+        raise ValueError(f"{folder} was trained otherwise ({there}, not {identity}); choose another --output-dir")
+    return True
+
+
+def training_identity(options: TrainingOptions, text: TrainingText, **more: Any) -> dict[str, Any]:
+    """What a training depends on, besides the model: as manifests and records have it."""
+    return {**dataclasses.asdict(options), "text": text.identity, "num_tokens": options.num_tokens, **more}
+
+
+def train_and_keep(
+    model: Decoder,
+    folder: Path,
+    text: TrainingText,
+    options: TrainingOptions,
+    identity: Mapping[str, Any],
+    *,
+    title: str,
+    quiet: bool,
+) -> None:
+    """Train a model and write its float32 checkpoint, with its tokenizer and how the loss went."""
+    with progress((), title, quiet=quiet, total=options.steps, unit="step") as bar:
+
+        def show(step: int, loss: float) -> None:
+            bar.update(step - bar.n)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+
+        curve = train_model(model, text.train, options, on_step=show)
+    logger.info(f"{title}: loss {curve[-1][1]:.3f} after {options.num_tokens} tokens")
+    write_model(
+        model,
+        folder,
+        model_id=folder.name,
+        manifest={"training": dict(identity), "training_losses": curve},
+        other_files=text.tokenizer_files,
+    )
+
+
+def finished_records(
+    book: RecordBook, name: str, labels: Mapping[str, Any], identity: Mapping[str, Any]
+) -> list[Record] | None:
+    """The records of a model with these labels if all are there: its loss, which is written last, tells."""
+    if not book.find(name, labels, unknown=("num_tokens",), metric="loss", training=identity):
+        return None
+    return recorded(book, name, labels)
+
+
+def recorded(book: RecordBook, name: str, labels: Mapping[str, Any]) -> list[Record]:
+    """What an earlier run has recorded under these labels and further ones; of sparse runs only if they say so."""
+    return [
+        one
+        for one in book.known
+        if one["name"] == name
+        and labels.items() <= one["labels"].items()
+        and one["labels"].get("method") == labels.get("method")
+    ]
+
+
+def study_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    """Of the weights that are studied; auto: bfloat16 on a GPU, float32 elsewhere."""
+    return resolve_dtype(dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def score(
+    name: str, labels: Mapping[str, Any], model: Decoder, text: TrainingText, other_corpus: str, **extras: Any
+) -> tuple[Record, list[Record]]:
+    """The loss on held-out text; its perplexity and that of the other text."""
+    loss = loss_record(name, labels, model, text.held_out, **extras)
+    other_labels = {**labels, "corpus": parse_corpus(other_corpus, side="test").label}
+    other = loss_record(name, other_labels, model, text.other, **extras)
+    return loss, [perplexity_record(loss, **extras), perplexity_record(other, **extras)]
+
+
+def loss_record(name: str, labels: Mapping[str, Any], model: Decoder, windows: Tensor, **extras: Any) -> Record:
+    """Mean next-token loss on windows [W, T], nats, with its interval over the windows."""
+    losses = -torch.stack(token_logprobs(model, windows, batch_size=SCORED_TOGETHER)).double()
+    per_window, count = losses.sum(1), torch.full((len(losses),), losses.shape[1], dtype=torch.float64)
+    interval = interval_of(Resampling(len(windows), seed=0).ratios(per_window, count))
+    labels = {**labels, "num_tokens": losses.numel()}
+    return make_record(name, labels, "loss", float(losses.mean()), "nats", interval=list(interval), **extras)
+
+
+def perplexity_record(loss: Record, dense_loss: float | None = None, **extras: Any) -> Record:
+    """A loss as a perplexity, compared with that of the dense model if its loss is given."""
+    baseline = None if dense_loss is None else {"name": "dense", "value": math.exp(dense_loss)}
+    return make_record(
+        loss["name"],
+        loss["labels"],
+        "perplexity",
+        math.exp(loss["value"]),
+        "",
+        baseline=baseline,
+        interval=[math.exp(end) for end in loss["interval"]],
+        **extras,
+    )

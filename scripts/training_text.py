@@ -1,0 +1,215 @@
+"""Text to train small models on: corpora mixed, split by document, tokenised once and kept beside the models.
+
+Documents of all corpora are put in one seeded order. Every 32nd is held out, by turns for calibration and for testing;
+the rest is the training stream. The tokenizer is a model's own, or a byte-level BPE trained on the training documents.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor
+
+from data.corpora import iter_documents, parse_corpus
+from scripts.collect import file_fingerprint
+from scripts.command_line import progress
+from scripts.model_loading import TOKENIZER_FILES
+from scripts.run_records import hash_of
+
+HELD_OUT_EVERY = 32
+# The tokenizer is trained on so much of the text, which is enough for its statistics.
+TOKENIZER_CHARACTERS = 20_000_000
+END_OF_TEXT = "<|endoftext|>"
+DOCUMENTS_AT_ONCE = 4096
+STREAMS = ("train", "calibration", "held_out", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """What to read. `corpora`: specs; `other_corpus`: a text of another kind, for testing only. `vocab_size` None: the
+    tokenizer in `tokenizer_dir`, else one of so many tokens is trained. Tokens of each part: at most so many of
+    training text, and just so many of the others, in windows of `window`."""
+
+    corpora: tuple[str, ...]
+    other_corpus: str
+    vocab_size: int | None = None
+    tokenizer_dir: str | None = None
+    train_tokens: int
+    calibration_tokens: int
+    test_tokens: int
+    window: int
+
+    def check(self) -> None:
+        """ValueError for sizes that no text could have; nothing is read yet."""
+        for name in ("calibration_tokens", "test_tokens"):
+            count = getattr(self, name)
+            if count < 2 * self.window or count % self.window:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be two or more whole windows of {self.window} tokens; got {count}"
+                )
+
+    def identity(self) -> str:
+        """Twelve hex digits of this plan and the files that it reads; ValueError for text that only a model writes."""
+        files = {}
+        for spec in (*self.corpora, self.other_corpus):
+            corpus = parse_corpus(spec, side="train")
+            if corpus.kind == "self":
+                raise ValueError(
+                    f"corpus {spec!r}: small models are trained on a file; write one with python -m scripts.write_text"
+                )
+            files[spec] = corpus.label if corpus.path is None else file_fingerprint(corpus.path)
+        named = {**asdict(self), "corpora": [files[spec] for spec in self.corpora]}
+        named["other_corpus"] = files[self.other_corpus]
+        return hash_of(json.dumps(named, sort_keys=True).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingText:
+    """`train`: a stream of token ids, int32 [N]; `calibration`, `held_out` (the same kind of text) and `other`: int64
+    [W, T]. `identity` names the text."""
+
+    train: Tensor
+    calibration: Tensor
+    held_out: Tensor
+    other: Tensor
+    tokenizer_dir: Path
+    identity: str
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """What a checkpoint gets copies of."""
+        names = (
+            *TOKENIZER_FILES,
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+            "merges.txt",
+        )
+        return [path for name in names if (path := self.tokenizer_dir / name).is_file()]
+
+
+def prepare_text(folder: Path, plan: TextPlan, *, quiet: bool = False) -> TrainingText:
+    """The text of a plan, read from `folder` if an earlier run (or one that runs beside this) has put it there.
+
+    ValueError for a folder that holds another text, or for corpora too small for the plan.
+    """
+    plan.check()
+    identity = plan.identity()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second reads what the first has made
+        manifest = folder / "manifest.json"
+        if not manifest.is_file():
+            _write_text(folder, plan, quiet)
+            manifest.write_text(json.dumps({"identity": identity, **asdict(plan)}, indent=2) + "\n")
+        elif (there := json.loads(manifest.read_text()).get("identity")) != identity:
+            raise ValueError(f"{folder} holds another text ({there}, not {identity}); choose another --output-dir")
+    parts = {name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in STREAMS}
+    windows = {name: parts[name].long().view(-1, plan.window) for name in STREAMS[1:]}
+    tokenizer_dir = folder if plan.tokenizer_dir is None else Path(plan.tokenizer_dir)
+    return TrainingText(train=parts["train"], **windows, tokenizer_dir=tokenizer_dir, identity=identity)
+
+
+def _write_text(folder: Path, plan: TextPlan, quiet: bool) -> None:
+    documents = [text for spec in plan.corpora for text in _texts(spec, "train")]
+    random.Random(0).shuffle(documents)
+    if plan.tokenizer_dir is None:
+        assert plan.vocab_size is not None
+        training = (text for i, text in enumerate(documents) if i % HELD_OUT_EVERY)
+        train_tokenizer(training, plan.vocab_size).save_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder if plan.tokenizer_dir is None else plan.tokenizer_dir))
+    wanted = dict(zip(STREAMS, (plan.train_tokens, plan.calibration_tokens, plan.test_tokens), strict=False))
+    found: dict[str, list[np.ndarray]] = {name: [] for name in STREAMS}
+    sizes = dict.fromkeys(STREAMS, 0)
+    with progress((), "tokenising", quiet=quiet, total=plan.train_tokens, unit="tok") as bar:
+        for i, token_ids in enumerate(encode(tokenizer, documents)):
+            part = "train" if i % HELD_OUT_EVERY else STREAMS[1 + i // HELD_OUT_EVERY % 2]
+            found[part].append(token_ids)
+            sizes[part] += len(token_ids)
+            if part == "train":
+                bar.update(len(token_ids))
+            if all(sizes[name] >= count for name, count in wanted.items()):
+                break
+    for token_ids in encode(tokenizer, _texts(plan.other_corpus, "test")):
+        found["other"].append(token_ids)
+    wanted["other"] = plan.test_tokens
+    for name, count in wanted.items():
+        stream = np.concatenate(found[name])[:count].astype(np.int32) if found[name] else np.zeros(0, np.int32)
+        if name != "train" and len(stream) < count:
+            raise ValueError(
+                f"the corpora hold {len(stream)} tokens of {name.replace('_', '-')} text, {count} are needed; "
+                "give more text, or lower --calibration-tokens or --test-tokens"
+            )
+        if name == "train" and len(stream) < count:
+            logger.info(f"{len(stream)} tokens of training text: {count / max(1, len(stream)):.1f} epochs")
+        whole = len(stream) if name == "train" else len(stream) // plan.window * plan.window
+        np.save(folder / f"{name}.npy", stream[:whole])
+
+
+def _texts(spec: str, side: Any) -> Iterator[str]:
+    for document in iter_documents(spec, side=side):
+        if document.text is None:
+            raise ValueError(f"corpus {spec}: token ids belong to one tokenizer; give text")
+        yield document.text
+
+
+def encode(tokenizer: Any, texts: Iterator[str] | Sequence[str]) -> Iterator[np.ndarray]:
+    """Token ids of each text, framed as the tokenizer does it; where it does not, its EOS ends each."""
+    is_framed = tokenizer("a")["input_ids"] != tokenizer("a", add_special_tokens=False)["input_ids"]
+    end = [] if is_framed else [tokenizer.eos_token_id]
+    batch: list[str] = []
+
+    def encoded() -> Iterator[np.ndarray]:
+        for token_ids in tokenizer(batch, verbose=False)["input_ids"]:
+            yield np.array(token_ids + end, dtype=np.int32)
+
+    for text in texts:
+        batch.append(text)
+        if len(batch) == DOCUMENTS_AT_ONCE:
+            yield from encoded()
+            batch.clear()
+    if batch:
+        yield from encoded()
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Any:
+    """A byte-level BPE (Sennrich et al. 2016, on bytes as GPT-2's) of at most `vocab_size` tokens, for transformers.
+
+    Every text begins with one special token, which also is its EOS.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_characters(texts, TOKENIZER_CHARACTERS), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def _first_characters(texts: Iterator[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return

@@ -1,0 +1,171 @@
+"""The controlled experiment in miniature: two models, a text that a model could have written, records of every kind."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import scripts.ablation
+from analysis.results import Record, read_records
+from modules.checkpoint import load_model
+from scripts.ablation import VARIANTS, Options, main, num_parameters, variant_config
+from scripts.training_text import TextPlan, encode, prepare_text, train_tokenizer
+
+WORDS = (
+    "the", "a", "cat", "dog", "house", "tree", "runs", "sees", "big", "small", "red", "and", "then", "stops", "near",
+    "under", "river", "bird", "sings", "old", "man",
+)  # fmt: skip
+TWO = ("relu-learned-layer", "silu-rotary-rms")
+
+
+def write_text(folder: Path, documents: int = 900) -> dict[str, Any]:
+    """A training corpus and another text; returns the flags that name them."""
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(20, 60))).capitalize() for _ in range(documents)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "other.txt").write_text("\n\n".join(" ".join(draw.choices(WORDS[::-1], k=90)) for _ in range(8)))
+    return {"corpus": (str(folder / "text.jsonl"),), "test_corpus": str(folder / "other.txt")}
+
+
+def options(folder: Path, **more: Any) -> Options:
+    chosen = Options(
+        **write_text(folder),
+        output_dir=folder / "ablation",
+        output=folder / "records.jsonl",
+        variants=TWO,
+        seeds=(0,),
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=32,
+        vocab_size=300,
+        window=16,
+        train_tokens=40 * 4 * 16,
+        batch_windows=4,
+        learning_rate=2e-3,
+        calibration_tokens=576,
+        test_tokens=64,
+        max_lookahead=2,
+        perplexity_lookaheads=(0, 1),
+        device="cpu",
+        quiet=True,
+    )
+    return replace(chosen, **more)
+
+
+def measured(records: list[Record]) -> list[Any]:
+    """Without what depends on when and where it ran."""
+    return [{key: value for key, value in record.items() if key != "environment"} for record in records]
+
+
+def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    records = main(options(tmp_path / "whole"))
+    assert measured(read_records(tmp_path / "whole/records.jsonl")) == measured(records)
+    assert {record["name"] for record in records} == {"ablation"}
+    for name in TWO:
+        mine = [record for record in records if record["labels"]["model"] == name]
+        assert {
+            "cosine",
+            "cka",
+            "relative_update",
+            "recall",
+            "recall_drop",
+            "precision",
+            "energy_share",
+            "exact_zeros",
+        } <= {record["metric"] for record in mine}
+        assert all(VARIANTS[name].items() <= record["labels"].items() for record in mine)
+        assert {(record["labels"]["seed"], record["labels"]["dtype"]) for record in mine} == {(0, "float32")}
+        (loss,) = [record for record in mine if record["metric"] == "loss"]
+        assert loss is mine[-1] and loss["interval"][0] < loss["value"] < loss["interval"][1]
+        assert loss["value"] < 5.0 < torch.tensor(300.0).log() - 0.5  # it learns
+        assert loss["num_parameters"] == sum(
+            parameter.numel() for parameter in load_model(tmp_path / f"whole/ablation/{name}-0").parameters()
+        )
+        other = [record for record in mine if record["labels"].get("corpus") == "other.txt"]
+        assert [record["metric"] for record in other] == ["perplexity"]
+
+    # Interrupted while the second model's records are being made; then its records are there in part.
+    study = scripts.ablation.drift_records
+
+    def interrupted(*arguments: Any, **more: Any) -> list[Record]:
+        if more["labels"]["model"] == TWO[1]:
+            raise KeyboardInterrupt
+        return study(*arguments, **more)
+
+    monkeypatch.setattr(scripts.ablation, "drift_records", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(options(tmp_path / "cut"))
+    monkeypatch.setattr(scripts.ablation, "drift_records", study)
+    lines = (tmp_path / "whole/records.jsonl").read_text().splitlines(keepends=True)
+    with (tmp_path / "cut/records.jsonl").open("a") as file:
+        file.writelines(lines[len(lines) // 2 : len(lines) // 2 + 3])
+    monkeypatch.setattr(scripts.trained_models, "train_model", None)  # both are trained
+    resumed = main(options(tmp_path / "cut"))
+    assert measured(resumed) == measured(records)
+    assert measured(read_records(tmp_path / "cut/records.jsonl")) == measured(records)
+    assert measured(main(options(tmp_path / "cut"))) == measured(records)
+    with pytest.raises(ValueError, match="was trained otherwise .* choose another --output-dir"):
+        main(options(tmp_path / "cut", learning_rate=1e-3, output=tmp_path / "other.jsonl"))
+    with pytest.raises(ValueError, match="holds another text"):
+        main(options(tmp_path / "cut", vocab_size=290))
+
+
+def test_the_eight_models_are_of_one_size() -> None:
+    chosen = Options(corpus=(), test_corpus="", output_dir=Path(), output=Path())
+    configs = {name: variant_config(chosen, levels, chosen.vocab_size) for name, levels in VARIANTS.items()}
+    assert len(configs) == 8
+    sizes = [num_parameters(config) for config in configs.values()]
+    assert max(sizes) < 1.01 * min(sizes) and all(abs(size - 15e6) < 0.01 * 15e6 for size in sizes)
+    assert configs[TWO[0]].model_type == "opt" and configs[TWO[1]].model_type == "llama"
+
+
+def test_documents_are_held_out_whole_and_each_token_is_somewhere(tmp_path: Path) -> None:
+    flags = write_text(tmp_path)
+    plan = TextPlan(
+        corpora=flags["corpus"], other_corpus=flags["test_corpus"], vocab_size=300, train_tokens=10**6,
+        calibration_tokens=64, test_tokens=64, window=16,
+    )  # fmt: skip
+    text = prepare_text(tmp_path / "text", plan, quiet=True)
+    again = prepare_text(tmp_path / "text", plan, quiet=True)
+    assert torch.equal(text.train, again.train) and text.identity == again.identity
+    assert text.calibration.shape == text.held_out.shape == text.other.shape == (4, 16)
+    assert int(text.calibration[0, 0]) == int(text.held_out[0, 0]) == int(text.train[0]) == 0  # a text begins
+    trained = text.train.tolist()
+    starts = [i for i, token_id in enumerate(trained) if token_id == 0]
+    assert len(starts) == 900 - 29
+    documents = [tuple(trained[start:stop]) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+    held = tuple(text.held_out.flatten().tolist())
+    assert not any(document[:16] == held[:16] for document in documents)
+
+
+def test_a_tokenizer_gives_texts_back_and_frames_them() -> None:
+    tokenizer = train_tokenizer(iter(["the cat sees the dog"] * 5), 280)
+    text = "The cat, naïve: 12\n\n  ends."
+    (token_ids,) = encode(tokenizer, [text])
+    assert tokenizer.decode(token_ids[1:]) == text and token_ids[0] == tokenizer.eos_token_id == 0
+    assert 256 < len(tokenizer) <= 280 and token_ids.max() < len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"variants": ("relu-none",)}, "--variants relu-none: choose from relu-learned-layer, "),
+        ({"seeds": ()}, "--variants and --seeds: give at least one each"),
+        ({"corpus": ("self",)}, "write one with python -m scripts.write_text"),
+        ({"corpus": ("missing.jsonl",)}, "missing.jsonl does not exist"),
+        ({"test_tokens": 24}, "--test-tokens must be two or more whole windows of 16 tokens; got 24"),
+        ({"calibration_tokens": 160_000}, "of calibration text, 160000 are needed; give more text"),
+        ({"learning_rate": 2.0}, r"learning_rate must lie in \(0, 1\)"),
+        ({"mlp_density": 0.0}, "--mlp-density must lie in"),
+    ],
+)
+def test_what_cannot_be_run_is_an_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        main(options(tmp_path, **change))

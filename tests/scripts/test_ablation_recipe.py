@@ -1,0 +1,63 @@
+"""The recipe's shell file: who writes, trains and studies what on which GPU; `stub` stands in for Python."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import scripts.ablation
+from scripts.ablation import VARIANTS
+
+STUB = """#!/usr/bin/env bash
+printf '%s|%s|%s\\n' "$CUDA_VISIBLE_DEVICES" "$NUM_GPUS" "$*" >>calls
+case "$*" in *"${FAILS:-nothing}"*) exit 3 ;; esac
+"""
+
+
+def run_recipe(
+    checkout: Path, *flags: str, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """The process, and its calls of Python: GPU, NUM_GPUS and the arguments of each."""
+    shell = Path(scripts.ablation.__file__).parent
+    (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
+    for name in ("presets.sh", "usage.sh", "recipes/ablation.sh"):
+        shutil.copy(shell / name, checkout / "scripts" / name)
+    (checkout / "stub").write_text(STUB)
+    (checkout / "stub").chmod(0o755)
+    command = ["bash", str(checkout / "scripts/recipes/ablation.sh"), *flags]
+    environment = {**os.environ, "PYTHON": "./stub", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    calls = checkout / "calls"
+    return done, [line.split("|") for line in calls.read_text().splitlines()] if calls.exists() else []
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 8])
+def test_every_variant_is_trained_once_and_all_gpus_write(tmp_path: Path, num_gpus: int) -> None:
+    done, calls = run_recipe(tmp_path, "--seeds", "0", MODEL="model", NUM_GPUS=str(num_gpus), EXTRA_TEXT="c4.jsonl")
+    assert done.returncode == 0, done.stderr
+    written = [(gpu, arguments) for gpu, _, arguments in calls if "scripts.write_text" in arguments]
+    assert sorted(gpu for gpu, _ in written) == [str(gpu) for gpu in range(num_gpus)]
+    assert all(f"--seed {gpu} " in text and f"text-{gpu}.jsonl" in text for gpu, text in written)
+    assert all(text.endswith(f"--max-tokens {20_000_000 // num_gpus}") for _, text in written)
+    trained = [arguments for _, _, arguments in calls if "scripts.ablation" in arguments]
+    names = [name for call in trained for name in call.partition("--variants ")[2].partition(" --")[0].split()]
+    assert sorted(names) == sorted(VARIANTS) and all(call.endswith(" --seeds 0") for call in trained)
+    texts = " ".join(f"outputs/ablation/text-{gpu}.jsonl" for gpu in range(num_gpus))
+    assert all(f"--corpus {texts} c4.jsonl --test-corpus wikitext " in call for call in trained)
+    assert "scripts.relufy --model model --corpus" in calls[-1][2] and {number for _, number, _ in calls} == {"1"}
+
+
+def test_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
+    done, calls = run_recipe(tmp_path, MODEL="model", FAILS="scripts.write_text")
+    assert done.returncode == 3 and len(calls) == 1
+    done, calls = run_recipe(tmp_path, MODEL="model", STEPS="relufy")
+    assert done.returncode == 0 and "scripts.relufy" in calls[-1][2] and len(calls) == 2
+
+
+def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path: Path) -> None:
+    done, calls = run_recipe(tmp_path)
+    assert done.returncode == 2 and "bash scripts/quickstart.sh" in done.stderr and not calls
+    done, _ = run_recipe(tmp_path, "--help")
+    assert done.returncode == 0 and "NUM_GPUS" in done.stdout
