@@ -12,6 +12,7 @@ from analysis.intervals import Estimate
 
 CANNOT_TELL = "These records cannot tell"
 HALF = 0.5
+LITTLE = 0.05
 
 
 def headline(loss: Estimate, share: Estimate) -> str:
@@ -27,6 +28,8 @@ def headline(loss: Estimate, share: Estimate) -> str:
         return "these records cannot tell, the interval holds both no effect and half of what is lost"
     if loss.high < 0:
         return "no, the change that was measured is an improvement"
+    if share.high < LITTLE:
+        return "hardly, for less than a twentieth of what is lost"
     if share.high < HALF:
         return "in part, for less than half of what is lost"
     if share.low > HALF:

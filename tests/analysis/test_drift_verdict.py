@@ -75,7 +75,7 @@ def test_each_question_has_a_paragraph_that_says_what_is_missing() -> None:
     ("drop", "half", "answer", "change"),
     [
         # 0.3 is missed without distance, as uncertain as the recall at 1: 0.01 / 0.31, 0.008 / 0.318, 0.012 / 0.302.
-        (0.01, 0.002, "in part, for less than half of", "1.00 points [0.80, 1.20] less (3.2 % [2.5, 4.0] of"),
+        (0.01, 0.002, "hardly, for less than a twentieth of", "1.00 points [0.80, 1.20] less (3.2 % [2.5, 4.0] of"),
         (0.01, 0.02, "no effect was found, and none that is half of", "no change found larger than 3.0 points"),
         (-0.02, 0.01, "no, the change that was measured is an improvement", "2.0 points [1.0, 3.0] more"),
         # 0.30 / 0.60, 0.28 / 0.59, 0.32 / 0.61.

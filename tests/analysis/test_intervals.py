@@ -91,6 +91,8 @@ def test_rank_correlation_and_its_interval() -> None:
         ((0.01, 0.0, 0.02), (0.1, 0.0, 0.51), "cannot tell, the interval holds both no effect and half of what is"),
         ((-0.01, -0.02, 0.0), (-0.1, -0.2, 0.0), "no effect was found, and none that is half of what is lost lies"),
         ((-0.01, -0.02, -0.001), (-0.1, -0.2, -0.01), "no, the change that was measured is an improvement"),
+        ((0.01, 0.001, 0.02), (0.02, 0.01, 0.04), "hardly, for less than a twentieth of what is lost"),
+        ((0.01, 0.001, 0.02), (0.02, 0.01, 0.05), "in part, for less than half of what is lost"),
         ((0.01, 0.001, 0.02), (0.1, 0.01, 0.49), "in part, for less than half of what is lost"),
         ((0.01, 0.001, 0.02), (0.4, 0.3, 0.5), "in part; whether for more than half of what is lost, these records"),
         ((0.01, 0.001, 0.02), (0.6, 0.5, 0.7), "in part; whether for more than half of what is lost, these records"),
