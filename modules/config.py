@@ -235,7 +235,7 @@ def _from_fields(hf: Mapping[str, Any]) -> ModelConfig:
         if known[name] not in allowed:
             raise ValueError(f"config: {name} {known[name]!r} is not supported; supported: {', '.join(allowed)}")
     known["activation"] = _activation(known["activation"])
-    known["eos_token_ids"] = tuple(known.get("eos_token_ids", ()))
+    known["eos_token_ids"] = _token_ids(known.get("eos_token_ids"))
     if known.get("rope_scaling") is not None:
         known["rope_scaling"] = RopeScaling(**known["rope_scaling"])
     return ModelConfig(**known)

@@ -7,9 +7,8 @@ what two models have in common starts from the same numbers. The ReLU MLP has no
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from scripts.trained_models import (
     study_dtype,
     train_and_keep,
     training_identity,
+    training_options,
 )
 from scripts.training_text import TextPlan, TrainingText, prepare_text
 
@@ -51,7 +51,7 @@ class Options(DriftSettings):
     """
 
     corpus: tuple[str, ...]
-    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4[:SPLIT]; all are mixed."""
+    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4:validation; all are mixed."""
     test_corpus: str
     """A text of another kind, on which the models are scored as well."""
     output_dir: Path
@@ -110,7 +110,12 @@ def check_options(options: Options) -> None:
         raise ValueError(f"--variants {' '.join(unknown)}: choose from {', '.join(VARIANTS)}")
     if not options.variants or not options.seeds or min(options.seeds) < 0:
         raise ValueError("--variants and --seeds: give at least one each; seeds are 0 or more")
-    training_options(options, 0)
+    if options.num_attention_heads < 1 or options.hidden_size % (2 * options.num_attention_heads):
+        raise ValueError(
+            f"--hidden-size {options.hidden_size} must be an even number of channels for each of "
+            f"--num-attention-heads {options.num_attention_heads}"
+        )
+    training_of(options, 0)
 
 
 def text_plan(options: Options) -> TextPlan:
@@ -126,10 +131,10 @@ def text_plan(options: Options) -> TextPlan:
     )
 
 
-def training_options(options: Options, seed: int) -> TrainingOptions:
+def training_of(options: Options, seed: int) -> TrainingOptions:
     """The same for all variants."""
-    return TrainingOptions(
-        steps=max(1, math.ceil(options.train_tokens / (options.batch_windows * options.window))),
+    return training_options(
+        train_tokens=options.train_tokens,
         batch_windows=options.batch_windows,
         window=options.window,
         learning_rate=options.learning_rate,
@@ -168,7 +173,7 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
     """Train one model, unless it is there, and append its records, unless they are."""
     device = resolve_device(options.device)
     config = variant_config(options, VARIANTS[variant], vocabulary_size(text))
-    training = training_options(options, seed)
+    training = training_of(options, seed)
     identity = training_identity(training, text, config=config.config_hash())
     folder = options.output_dir / f"{variant}-{seed}"
     dtype = study_dtype(options.dtype, device)
@@ -178,7 +183,9 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
         "seed": seed,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if (finished := finished_records(book, NAME, labels, identity)) is not None:
+    settings = DriftSettings(**{entry.name: getattr(options, entry.name) for entry in fields(DriftSettings)})
+    made = {"training": identity, "study": asdict(settings)}
+    if (finished := finished_records(book, NAME, labels, made)) is not None:
         logger.info(f"{variant}, seed {seed}: its records are in {options.output}")
         return finished
     if not is_trained(folder, identity):
@@ -195,10 +202,10 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
         text.held_out,
         labels=labels,
         name=NAME,
-        settings=DriftSettings(**{entry.name: getattr(options, entry.name) for entry in fields(DriftSettings)}),
+        settings=settings,
         quiet=options.quiet,
     )
-    about: dict[str, Any] = {"training": identity, "num_parameters": num_parameters(config)}
+    about: dict[str, Any] = {**made, "num_parameters": num_parameters(config)}
     loss, perplexities = score(NAME, labels, model, text, options.test_corpus, **about)
     return book.write([*records, *perplexities, loss])
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from loguru import logger
 from torch import Tensor
 
+from analysis.drift_facts import DENSITY_LABELS
 from analysis.embedding_drift import AddUp, DriftSums, Measure, StateMoments, StateRows, StateSource
 from analysis.linear_cka import CkaSums
 from analysis.results import Record, environment_stamp, make_record
@@ -25,7 +26,6 @@ from sparse_predictor.distance_study import DistancePoint, distance_study
 
 Part = Literal["drift", "distance", "activation"]
 PARTS: tuple[Part, ...] = ("drift", "distance", "activation")
-DENSITY_LABELS = {"mlp": "mlp_density", "attention": "head_density"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,13 @@ class DriftSettings:
         """ValueError for what no run could follow."""
         if not self.parts or set(self.parts) - set(PARTS):
             raise ValueError(f"--parts {' '.join(self.parts) or 'none'}: choose from {', '.join(PARTS)}")
-        for name in ("max_lookahead", "distance_layers", "perplexity_windows", "activation_windows"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        # An interval is drawn over two windows or more.
+        least = {"max_lookahead": 1, "distance_layers": 1, "perplexity_windows": 2, "activation_windows": 2}
+        for name, smallest in least.items():
+            if (value := getattr(self, name)) is not None and value < smallest:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")
+        if min(self.perplexity_lookaheads, default=0) < 0:
+            raise ValueError(f"--perplexity-lookaheads must be 0 or more, got {min(self.perplexity_lookaheads)}")
         for name in ("mlp_density", "head_density", "activation_density"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must lie in (0, 1], got {getattr(self, name)}")

@@ -8,7 +8,7 @@ Records of the same names before training have the variants `silu before trainin
 from __future__ import annotations
 
 import dataclasses
-import math
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ from scripts.trained_models import (
     is_trained,
     loss_record,
     perplexity_record,
-    recorded,
     score,
     study_dtype,
     train_and_keep,
     training_identity,
+    training_options,
 )
 from scripts.training_text import TextPlan, TrainingText, prepare_text
 from sparse_predictor.selection import Selection, attach_selection
@@ -65,7 +65,7 @@ class Options:
     model: str
     """A gated SiLU model: converted folder, Hugging Face folder or hub id."""
     corpus: tuple[str, ...]
-    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4[:SPLIT]; all are mixed."""
+    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4:validation; all are mixed."""
     test_corpus: str
     """A text of another kind, on which the models are scored as well."""
     output_dir: Path
@@ -87,7 +87,7 @@ class Options:
     speed_densities: tuple[float, ...] = (0.5, 0.2)
     """Share of the neurons computed where decoding is timed, with predictors of the two trained models; none: not."""
     predictor_tokens: int = 131072
-    """Text that those predictors are trained on."""
+    """Of the training text, those that the predictors are trained on."""
     prompt_tokens: int = 128
     """Of the text that is continued for the time."""
     decode_tokens: int = 256
@@ -125,14 +125,14 @@ def main(options: Options) -> list[Record]:
         test_tokens=options.test_tokens,
         window=options.window,
     )
-    plan.check()
-    training = TrainingOptions(
-        steps=math.ceil(options.train_tokens / (options.batch_windows * options.window)),
+    training = training_options(
+        train_tokens=options.train_tokens,
         batch_windows=options.batch_windows,
         window=options.window,
         learning_rate=options.learning_rate,
         seed=options.seed,
     )
+    plan.check()
     text = prepare_text(options.output_dir / "text", plan, quiet=options.quiet)
     book = RecordBook(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
     records = [
@@ -140,8 +140,9 @@ def main(options: Options) -> list[Record]:
     ]
     # Last, since it may refuse to time what does not decode as it should.
     for variant in (name for name, (_, is_trained_on) in VARIANTS.items() if is_trained_on):
+        identity = identity_of(directory, text, training, variant)
         for density in options.speed_densities:
-            records += run_sparse(options, text, book, variant, density)
+            records += run_sparse(options, text, book, variant, density, identity)
     return records
 
 
@@ -157,6 +158,13 @@ def labels_of(options: Options, variant: str) -> dict[str, Any]:
     }
 
 
+def identity_of(directory: Path, text: TrainingText, training: TrainingOptions, variant: str) -> dict[str, Any]:
+    """What a variant's weights depend on, as manifests and records have it."""
+    activation, is_trained_on = VARIANTS[variant]
+    source = {"text": text.identity, "source": checkpoint_fingerprint(directory)[:12], "activation": activation}
+    return {**source, **training_identity(training, text)} if is_trained_on else source
+
+
 def run_variant(
     options: Options, directory: Path, text: TrainingText, training: TrainingOptions, book: RecordBook, variant: str
 ) -> list[Record]:
@@ -164,11 +172,9 @@ def run_variant(
     device = resolve_device(options.device)
     activation, is_trained_on = VARIANTS[variant]
     dtype = study_dtype(options.dtype, device)
-    identity = {"text": text.identity, "source": checkpoint_fingerprint(directory)[:12], "activation": activation}
-    if is_trained_on:
-        identity |= training_identity(training, text)
+    identity = identity_of(directory, text, training, variant)
     labels = labels_of(options, variant)
-    if (finished := finished_records(book, NAME, labels, identity)) is not None:
+    if (finished := finished_records(book, NAME, labels, {"training": identity})) is not None:
         logger.info(f"{variant}: its records are in {options.output}")
         return finished
     if is_trained_on:
@@ -196,7 +202,9 @@ def with_activation(directory: Path, activation: str, dtype: torch.dtype, device
     return model
 
 
-def run_sparse(options: Options, text: TrainingText, book: RecordBook, variant: str, density: float) -> list[Record]:
+def run_sparse(
+    options: Options, text: TrainingText, book: RecordBook, variant: str, density: float, identity: dict[str, Any]
+) -> list[Record]:
     """Decoding at batch 1 and held-out perplexity with trained predictors of the neurons, against the dense model."""
     folder = options.output_dir / VARIANTS[variant][0]
     predictors = folder.with_name(f"{folder.name}-predictors")
@@ -208,15 +216,17 @@ def run_sparse(options: Options, text: TrainingText, book: RecordBook, variant: 
     )
     num_layers = load_config(folder).num_hidden_layers
     labels = {**labels_of(options, variant), **selection_labels(selection, num_layers), "batch_size": 1}
-    if book.find(NAME, labels, metric="tokens_per_s"):
-        return recorded(book, NAME, labels)
-    train_predictors(options, folder, predictors, labels["dtype"])
+    amounts = {name: getattr(options, name) for name in ("predictor_tokens", "prompt_tokens", "decode_tokens")}
+    made: dict[str, Any] = {"training": identity, "amounts": amounts}
+    if (finished := finished_records(book, NAME, labels, made, last="tokens_per_s")) is not None:
+        return finished
+    train_predictors(options, text, folder, predictors, labels["dtype"])
     model = load_model(
         folder, dtype=study_dtype(options.dtype, resolve_device(options.device)), device=resolve_device(options.device)
     )
     dense = loss_record(NAME, labels, model, text.held_out)["value"]
     attach_selection(model, selection)
-    quality = perplexity_record(loss_record(NAME, labels, model, text.held_out), dense)
+    quality = perplexity_record(loss_record(NAME, labels, model, text.held_out), dense, **made)
     del model
     (timed,) = one_gpu.run(
         one_gpu.Options(
@@ -242,21 +252,26 @@ def run_sparse(options: Options, text: TrainingText, book: RecordBook, variant: 
         timed["value"],
         timed["unit"],
         baseline={**timed["baseline"], "name": "dense"},
+        **made,
         **extras,
     )
     return book.write([quality, speed])
 
 
-def train_predictors(options: Options, folder: Path, predictors: Path, dtype: str) -> None:
+def train_predictors(options: Options, text: TrainingText, folder: Path, predictors: Path, dtype: str) -> None:
     """Collect activations of a trained model and train predictors of its neurons, unless they are there."""
     if (predictors / "manifest.json").is_file():
         return
     activations = folder.with_name(f"{folder.name}-activations")
+    # From the training stream: the corpora themselves also hold the text that is tested on.
+    corpus = options.output_dir / "predictor-text.jsonl"
+    windows = text.train[: options.predictor_tokens].split(options.window)
+    corpus.write_text("".join(json.dumps({"token_ids": window.tolist()}) + "\n" for window in windows))
     how: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": options.device, "quiet": options.quiet}
     scripts.collect.main(
         scripts.collect.Options(
             **how,
-            corpus=options.corpus[0],
+            corpus=str(corpus),
             output_dir=activations,
             max_tokens=options.predictor_tokens,
             units="mlp",

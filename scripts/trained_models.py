@@ -15,6 +15,7 @@ from torch import Tensor
 
 from analysis.results import Record, make_record
 from data.corpora import parse_corpus
+from data.differences import differences
 from modules.checkpoint_export import write_model
 from modules.checkpoint_files import MANIFEST_FILE
 from modules.decoder import Decoder
@@ -36,8 +37,25 @@ def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
         return False
     there = json.loads(manifest.read_text()).get("training")
     if there != identity:
-        raise ValueError(f"{folder} was trained otherwise ({there}, not {identity}); choose another --output-dir")
+        found = "; ".join(differences(there or {}, identity, "there"))
+        raise ValueError(f"{folder} was trained otherwise ({found}); choose another --output-dir")
     return True
+
+
+def training_options(
+    *, train_tokens: int, batch_windows: int, window: int, learning_rate: float, seed: int
+) -> TrainingOptions:
+    """As many steps as it takes; ValueError, with the flag, for what no training could have."""
+    for name, value in (("train-tokens", train_tokens), ("batch-windows", batch_windows), ("window", window)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    return TrainingOptions(
+        steps=math.ceil(train_tokens / (batch_windows * window)),
+        batch_windows=batch_windows,
+        window=window,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
 
 
 def training_identity(options: TrainingOptions, text: TrainingText, **more: Any) -> dict[str, Any]:
@@ -74,16 +92,23 @@ def train_and_keep(
 
 
 def finished_records(
-    book: RecordBook, name: str, labels: Mapping[str, Any], identity: Mapping[str, Any]
+    book: RecordBook, name: str, labels: Mapping[str, Any], made: Mapping[str, Mapping[str, Any]], *, last: str = "loss"
 ) -> list[Record] | None:
-    """The records of a model with these labels if all are there: its loss, which is written last, tells."""
-    if not book.find(name, labels, unknown=("num_tokens",), metric="loss", training=identity):
+    """The records under these labels and further ones (of sparse runs only if the labels say so), if all are there: the
+    metric that is written last tells. `made`: its parts that say how they came about, such as `training`.
+
+    ValueError if they were made otherwise: new ones under the same labels would be taken for those.
+    """
+    there = book.find(name, labels, unknown=("num_tokens",), metric=last)
+    if not there:
         return None
-    return recorded(book, name, labels)
-
-
-def recorded(book: RecordBook, name: str, labels: Mapping[str, Any]) -> list[Record]:
-    """What an earlier run has recorded under these labels and further ones; of sparse runs only if they say so."""
+    wanted = json.loads(json.dumps(made))  # a tuple comes back as a list
+    found = [one for part in made for one in differences(there[-1].get(part) or {}, wanted[part], "there")]
+    if found:
+        raise ValueError(
+            f"{book.path} holds records of {labels['model']} that were made otherwise: {'; '.join(found)}; choose "
+            "another --output"
+        )
     return [
         one
         for one in book.known

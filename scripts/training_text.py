@@ -58,7 +58,8 @@ class TextPlan:
                 )
 
     def identity(self) -> str:
-        """Twelve hex digits of this plan and the files that it reads; ValueError for text that only a model writes."""
+        """Twelve hex digits of this plan and the files that it reads; ValueError for text that only a model writes, or
+        that is too much to be mixed."""
         files = {}
         for spec in (*self.corpora, self.other_corpus):
             corpus = parse_corpus(spec, side="train")
@@ -66,6 +67,8 @@ class TextPlan:
                 raise ValueError(
                     f"corpus {spec!r}: small models are trained on a file; write one with python -m scripts.write_text"
                 )
+            if spec in self.corpora and corpus.label == "c4:train":
+                raise ValueError(f"corpus {spec!r}: all documents are read and mixed; give c4:validation, or a file")
             files[spec] = corpus.label if corpus.path is None else file_fingerprint(corpus.path)
         named = {**asdict(self), "corpora": [files[spec] for spec in self.corpora]}
         named["other_corpus"] = files[self.other_corpus]
@@ -141,9 +144,12 @@ def _write_text(folder: Path, plan: TextPlan, quiet: bool) -> None:
                 bar.update(len(token_ids))
             if all(sizes[name] >= count for name, count in wanted.items()):
                 break
+    wanted["other"] = plan.test_tokens
     for token_ids in encode(tokenizer, _texts(plan.other_corpus, "test")):
         found["other"].append(token_ids)
-    wanted["other"] = plan.test_tokens
+        sizes["other"] += len(token_ids)
+        if sizes["other"] >= plan.test_tokens:  # a corpus of the Hub goes on
+            break
     for name, count in wanted.items():
         stream = np.concatenate(found[name])[:count].astype(np.int32) if found[name] else np.zeros(0, np.int32)
         if name != "train" and len(stream) < count:

@@ -1,7 +1,8 @@
 """Let a model write a corpus of any size into a file, once, for stages that read it several times.
 
 As `--corpus self:SEED`, but without top-p and about random words, so that tens of millions of tokens do not repeat
-themselves. A line a document: `text`, or `token_ids` of a model without tokenizer.
+themselves. A line a document: `text`, or `token_ids` of a model without tokenizer. NAME.manifest.json beside the file
+says how it was written.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from pathlib import Path
 
 from loguru import logger
 
+from data.differences import differences
 from data.json_lines import parse_object
+from data.prompts import MANIFEST_SUFFIX
+from modules.checkpoint_files import checkpoint_fingerprint
 from scripts.command_line import run_stage
-from scripts.model_loading import ModelOptions, decode_text
+from scripts.model_loading import ModelOptions, decode_text, resolve_model
 from scripts.self_text import write_documents
 
 
@@ -33,7 +37,7 @@ class Options(ModelOptions):
     num_words: int = 3
     """Random words of the vocabulary that each document is asked for."""
     resume: bool = False
-    """Continue a file that was interrupted (with the same flags)."""
+    """Continue a file that was interrupted, if it was begun with the same options."""
 
 
 def main(options: Options) -> int:
@@ -45,6 +49,7 @@ def main(options: Options) -> int:
     if options.output.exists() and not options.resume:
         raise ValueError(f"{options.output} exists; give --resume to continue it, or another --output")
     num_documents, num_tokens = mended(options.output)
+    keep_settings(options, has_text=num_documents > 0)
     if num_tokens >= options.max_tokens:
         logger.info(f"{options.output} is complete: {num_tokens} tokens, nothing to do")
         return num_tokens
@@ -61,7 +66,6 @@ def main(options: Options) -> int:
         num_words=options.num_words if loaded.tokenizer is not None else 0,
         quiet=options.quiet,
     )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     with options.output.open("a", encoding="utf-8", buffering=1) as file:  # whole lines, should it be killed
         for token_ids in documents:
             content: dict[str, object] = {"token_ids": token_ids}
@@ -74,6 +78,22 @@ def main(options: Options) -> int:
     seconds = time.perf_counter() - started_s
     logger.info(f"{options.output}: {num_tokens} tokens, {(num_tokens - before) / seconds:.0f} a second")
     return num_tokens
+
+
+def keep_settings(options: Options, *, has_text: bool) -> None:
+    """Write down what the text depends on, or ValueError where the file was begun with something else."""
+    settings = {
+        "checkpoint": checkpoint_fingerprint(resolve_model(options.model))[:12],
+        **{name: getattr(options, name) for name in ("dtype", "seed", "temperature", "num_words")},
+    }
+    path = options.output.with_name(options.output.name + MANIFEST_SUFFIX)
+    if not has_text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        return
+    there = parse_object(path.read_bytes(), str(path)) if path.is_file() else {}
+    if found := differences(there, settings, "of its text"):
+        raise ValueError(f"cannot resume {options.output}: {'; '.join(found)}; give another --output")
 
 
 def mended(path: Path) -> tuple[int, int]:

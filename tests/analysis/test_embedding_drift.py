@@ -219,16 +219,25 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
     return (inner - 2 / (n - 2) * ones @ k @ m @ ones) / (n * (n - 3))
 
 
-def test_cka_is_hsic_of_minibatches_summed() -> None:
+@pytest.mark.parametrize("max_rows", [256, 13])
+def test_cka_is_hsic_of_minibatches_summed_by_their_rows(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("analysis.linear_cka.MAX_ROWS", max_rows)
     states = made_up_states()
-    found = measures_of(MadeUpStates(states, windows_at_once=2))
+    found = measures_of(MadeUpStates(states, windows_at_once=4))
     for variant in ("raw", "standardised", "no_massive"):
         changed = transformed(states, variant)[:, :, 1:]
-        batches = [changed[:, first : first + 2].reshape(len(states), -1, changed.shape[-1]) for first in (0, 2, 4)]
+        batches = []
+        for unit in (changed[:, :4], changed[:, 4:]):
+            rows = unit.reshape(len(states), -1, changed.shape[-1])
+            number = -(-rows.shape[1] // max_rows)  # each with every so-many-th row, of all windows
+            batches += [rows[:, first::number] for first in range(number)]
         for point, (parity, first) in POINTS.items():
             idx = [2 * place + parity for place in range(first, first + LAYERS - 2)]
             sums = [
-                [sum(hsic(batch[a], batch[b]) for batch in batches) for a, b in ((k, k + 4), (k, k), (k + 4, k + 4))]
+                [
+                    sum(batch.shape[1] * hsic(batch[a], batch[b]) for batch in batches)
+                    for a, b in ((k, k + 4), (k, k), (k + 4, k + 4))
+                ]
                 for k in idx
             ]
             expected = [cross / np.sqrt(own * other) for cross, own, other in sums]

@@ -44,6 +44,12 @@ def test_a_mixture_is_a_family_where_there_is_one(activation: str, positions: st
     assert ModelConfig.from_hf(written | {"torch_dtype": "float32"}) == config
 
 
+@pytest.mark.parametrize(("spelt", "read"), [(7, (7,)), ([7, 3], (7, 3)), (None, ())])
+def test_ends_of_text_of_a_mixture_are_spelt_as_in_a_family(spelt: Any, read: tuple[int, ...]) -> None:
+    written = to_hf_config(mixture("relu", "rotary", "layer")) | {"eos_token_ids": spelt}
+    assert ModelConfig.from_hf(written).eos_token_ids == read
+
+
 def test_rope_scaling_of_a_mixture_comes_back() -> None:
     scaled = KINDS["llama-llama3-scaling"]
     config = dataclasses.replace(ModelConfig.from_hf(scaled), norm="layer", eos_token_ids=(2, 5))

@@ -123,10 +123,11 @@ def test_halves_take_turns_and_junctions_leave_room_for_what_runs_beside(points:
             driver.junctions[1].operator = heard_operator(other, order)  # type: ignore[attr-defined]
             model.prefill_driver = driver
             model(tokens)
-            return order, operator.programs, other.programs, operator.asked, other.asked
+            found_in_place = operator.found_in_place + other.found_in_place
+            return order, operator.programs, other.programs, operator.asked, other.asked, found_in_place
 
     first, second = (12, 9) if not points else (15, 6)
-    for order, first_programs, second_programs, asked, others_asked in on_threads(2, 1, run):
+    for order, first_programs, second_programs, asked, others_asked, found_in_place in on_threads(2, 1, run):
         both = [("block", first), ("junction", first), ("block", second), ("junction", second)]
         assert order == [("junction", first), ("junction", second), *both * 6]
         attention, mlp = (3, 5) if points else (DEFAULT_PROGRAMS,) * 2
@@ -135,6 +136,8 @@ def test_halves_take_turns_and_junctions_leave_room_for_what_runs_beside(points:
         assert second_programs == [attention, *(mlp, attention) * 2, mlp, None]
         assert asked[0] == others_asked[0] == "begin" and len(asked) == len(others_asked) == 8
         assert {call[1] for call in asked[1:]} == {first} and {call[1] for call in others_asked[1:]} == {second}
+        # Each half's blocks leave what they compute with its own junction, never where the other's is read.
+        assert found_in_place == [False, *[True] * 6] * 2
 
 
 def heard_operator(operator: ThreadOperator, order: list[Any]) -> Any:

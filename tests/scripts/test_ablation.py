@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import scripts.ablation
+import scripts.training_text
 from analysis.results import Record, read_records
+from data.corpora import Document, iter_documents
 from modules.checkpoint import load_model
 from scripts.ablation import VARIANTS, Options, main, num_parameters, variant_config
 from scripts.training_text import TextPlan, encode, prepare_text, train_tokenizer
@@ -113,6 +116,11 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
     assert measured(main(options(tmp_path / "cut"))) == measured(records)
     with pytest.raises(ValueError, match="was trained otherwise .* choose another --output-dir"):
         main(options(tmp_path / "cut", learning_rate=1e-3, output=tmp_path / "other.jsonl"))
+    other = {"learning_rate": 1e-3, "output_dir": tmp_path / "other"}  # not taken for what is recorded, nor trained
+    with pytest.raises(ValueError, match=r"relu-.* made otherwise: learning_rate is 0.002 there, 0.001 now; choose"):
+        main(options(tmp_path / "cut", **other))
+    with pytest.raises(ValueError, match=r"made otherwise: mlp_density is 0.5 there, 0.2 now; choose another --output"):
+        main(options(tmp_path / "cut", mlp_density=0.2))
     with pytest.raises(ValueError, match="holds another text"):
         main(options(tmp_path / "cut", vocab_size=290))
 
@@ -145,6 +153,27 @@ def test_documents_are_held_out_whole_and_each_token_is_somewhere(tmp_path: Path
     assert not any(document[:16] == held[:16] for document in documents)
 
 
+def test_no_more_of_the_other_text_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = write_text(tmp_path)
+    read = []
+
+    def without_end(spec: str, side: str) -> Iterator[Document]:
+        if side == "train":
+            yield from iter_documents(spec, side="train")
+            return
+        while True:
+            read.append(1)
+            yield Document(document_id=str(len(read)), text="the old man sings")
+
+    monkeypatch.setattr(scripts.training_text, "iter_documents", without_end)
+    monkeypatch.setattr(scripts.training_text, "DOCUMENTS_AT_ONCE", 4)
+    plan = TextPlan(
+        corpora=flags["corpus"], other_corpus="c4", vocab_size=300, train_tokens=100, calibration_tokens=32,
+        test_tokens=32, window=16,
+    )  # fmt: skip
+    assert prepare_text(tmp_path / "text", plan, quiet=True).other.shape == (2, 16) and len(read) < 32
+
+
 def test_a_tokenizer_gives_texts_back_and_frames_them() -> None:
     tokenizer = train_tokenizer(iter(["the cat sees the dog"] * 5), 280)
     text = "The cat, naïve: 12\n\n  ends."
@@ -159,11 +188,19 @@ def test_a_tokenizer_gives_texts_back_and_frames_them() -> None:
         ({"variants": ("relu-none",)}, "--variants relu-none: choose from relu-learned-layer, "),
         ({"seeds": ()}, "--variants and --seeds: give at least one each"),
         ({"corpus": ("self",)}, "write one with python -m scripts.write_text"),
+        ({"corpus": ("c4",)}, "corpus 'c4': all documents are read and mixed; give c4:validation, or a file"),
         ({"corpus": ("missing.jsonl",)}, "missing.jsonl does not exist"),
         ({"test_tokens": 24}, "--test-tokens must be two or more whole windows of 16 tokens; got 24"),
         ({"calibration_tokens": 160_000}, "of calibration text, 160000 are needed; give more text"),
         ({"learning_rate": 2.0}, r"learning_rate must lie in \(0, 1\)"),
         ({"mlp_density": 0.0}, "--mlp-density must lie in"),
+        ({"train_tokens": -5}, "--train-tokens must be at least 1, got -5"),
+        ({"batch_windows": 0}, "--batch-windows must be at least 1, got 0"),
+        ({"window": 0}, "--window must be at least 1, got 0"),
+        ({"hidden_size": 30}, "--hidden-size 30 must be an even number of channels for each of --num-attention-"),
+        ({"num_attention_heads": 0}, "for each of --num-attention-heads 0"),
+        ({"perplexity_windows": 1}, "--perplexity-windows must be at least 2, got 1"),
+        ({"perplexity_lookaheads": (0, -1)}, "--perplexity-lookaheads must be 0 or more, got -1"),
     ],
 )
 def test_what_cannot_be_run_is_an_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:

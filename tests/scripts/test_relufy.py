@@ -1,10 +1,12 @@
 """ReLU-fication in miniature: four variants of one model, compared on the same text."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +90,16 @@ def test_speed_and_quality_of_sparse_runs_come_from_trained_predictors(
     assert all(record["baseline"]["name"] == "dense" and record["labels"]["mlp_density"] == 0.5 for record in sparse)
     monkeypatch.setattr(scripts.benchmark.one_gpu, "run", None)
     assert measured(main(chosen)) == measured(records)
+    # Predictors learn from the training stream, of which nothing is tested on.
+    stream = np.load(tmp_path / "relufy/text/train.npy")[:300].tolist()
+    windows = (tmp_path / "relufy/predictor-text.jsonl").read_text().splitlines()
+    assert [token_id for window in windows for token_id in json.loads(window)["token_ids"]] == stream
+    # Speeds of another training are not taken for those of this one.
+    for record in sparse:
+        record["training"]["learning_rate"] = 0.004
+    chosen.output.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(ValueError, match="model that were made otherwise: learning_rate is 0.004 there, 0.005 now"):
+        main(chosen)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A corpus that a model writes into a file: the same however it is batched, cut or interrupted, and readable."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -45,6 +46,13 @@ def test_an_interrupted_file_is_continued_to_the_same_corpus(folder: Path, tmp_p
     assert main(options(folder, whole)) >= 400
     lines = whole.read_bytes().splitlines(keepends=True)
     cut.write_bytes(b"".join(lines[:2]) + lines[2][:-9])
+    for change, said in (({"seed": 1}, "seed is None of its text, 1 now"), ({}, "checkpoint is None of its text")):
+        with pytest.raises(ValueError, match=f"cannot resume .*{said}.*; give another --output"):
+            main(options(folder, cut, resume=True, **change))
+    manifest = tmp_path / "whole.jsonl.manifest.json"
+    shutil.copy(manifest, tmp_path / "cut.jsonl.manifest.json")
+    with pytest.raises(ValueError, match=r"cannot resume .*: temperature is 0.9 of its text, 0.5 now; give another"):
+        main(options(folder, cut, resume=True, temperature=0.5))
     assert main(options(folder, cut, resume=True, batch_size=2)) == main(options(folder, whole, resume=True))
     assert cut.read_bytes() == whole.read_bytes()
     texts = [document.text for document in iter_documents(str(whole), side="train")]

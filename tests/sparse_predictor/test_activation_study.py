@@ -9,6 +9,7 @@ import torch
 import sparse_predictor.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
 from sparse_predictor.activation_study import ActivationPoint, activation_study
+from sparse_predictor.bootstrap import Resampling
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 
@@ -48,15 +49,15 @@ def at_other_windows(sets: list[list[set[int]]], window: int, neurons: set[int])
     return sum(len(neurons & token) for token in tokens) / len(tokens)
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_energy_zeros_and_margin_are_counted_over_tokens_and_neurons(kind: str) -> None:
-    points, sizes = study(kind)
+@pytest.mark.parametrize(("kind", "density"), [("llama", 0.3), ("opt", 0.3), ("opt", 0.7)])
+def test_energy_zeros_and_margin_are_counted_over_tokens_and_neurons(kind: str, density: float) -> None:
+    points, sizes = study(kind, density=density)
     num_neurons = sizes.shape[-1]
     expected: dict[tuple[str, float | None], list[list[float]]] = {}
     for layer, window, token in product(range(3), range(W), range(T)):
         values = sorted(sizes[layer, window, token].tolist(), reverse=True)
         energy = [value**2 for value in values]
-        threshold = values[int(0.3 * num_neurons + 0.5) - 1]
+        threshold = values[int(density * num_neurons + 0.5) - 1]  # 0 where fewer are above zero
         numbers: dict[tuple[str, float | None], float] = {
             ("exact_zeros", None): sum(value == 0 for value in values) / num_neurons,
             ("boundary_margin", None): sum(
@@ -78,7 +79,7 @@ def test_energy_zeros_and_margin_are_counted_over_tokens_and_neurons(kind: str) 
         assert found[key].interval[0] <= found[key].value <= found[key].interval[1]
     zeros = found["exact_zeros", None].value
     assert (0.3 < zeros < 0.8) if kind == "opt" else zeros == 0.0
-    assert found["boundary_margin", None].labels == {"density": 0.3}
+    assert found["boundary_margin", None].labels == {"density": density}
 
 
 @pytest.mark.parametrize(("kind", "density"), [("llama", 0.3), ("opt", 0.3), ("opt", 0.7)])
@@ -91,6 +92,7 @@ def test_reuse_and_what_it_is_compared_with_are_counted_over_sets(kind: str, den
     for lookahead, point in found.items():
         layers = range(lookahead, 3)
         reused, candidates, expected, sizes_of_sets = [], [], 0.0, 0
+        by_window = torch.zeros(4, W, dtype=torch.float64)  # of all layers: reused, candidates, expected, sizes
         for layer in layers:
             source, target = sets[layer - lookahead], sets[layer]
             later = 0 if lookahead else 1
@@ -98,8 +100,12 @@ def test_reuse_and_what_it_is_compared_with_are_counted_over_sets(kind: str, den
             reused.append(sum(len(first & second) for first, second in pairs))
             candidates.append(sum(len(first) for first, _ in pairs))
             for w, t in product(range(W), range(T)):
-                expected += at_other_windows(target, w, source[w][t])
+                elsewhere = at_other_windows(target, w, source[w][t])
+                expected += elsewhere
                 sizes_of_sets += len(source[w][t])
+                counts = [elsewhere, len(source[w][t])]
+                pair = (source[w][t], target[w][t + later]) if t + later < T else (set(), set())
+                by_window[:, w] += torch.tensor([len(pair[0] & pair[1]), len(pair[0]), *counts])
         all_sizes = [len(token) for layer in layers for window in sets[layer] for token in window]
         assert point.value == pytest.approx(sum(reused) / sum(candidates))
         assert point.per_layer[:lookahead] == [None] * lookahead
@@ -110,6 +116,9 @@ def test_reuse_and_what_it_is_compared_with_are_counted_over_sets(kind: str, den
         assert point.interval[0] <= point.value <= point.interval[1]
         assert point.above_static_interval is not None
         assert point.above_static_interval[0] <= point.above_static <= point.above_static_interval[1]
+        drawn = by_window @ Resampling(W, seed=0).times_drawn.T  # paired: one draw for both
+        paired = (drawn[0] / drawn[1] - drawn[2] / drawn[3]).quantile(torch.tensor([0.025, 0.975]).double())
+        assert point.above_static_interval == pytest.approx(paired.tolist())
     if (kind, density) == ("opt", 0.7):  # fewer neurons are above zero than the density asks for
         assert found[0].chance is not None and found[0].chance < 0.65
 
