@@ -189,7 +189,7 @@ class FusedAddNorm:
         return hidden.view(shape), residual.view(self.residual_shape(shape))
 
     def memory(self, num_tokens: int) -> Tensor | None:
-        """Where the next sum of so many tokens is best left, [num_tokens, D]; None: anywhere."""
+        """See modules.normalization.AddNormInPlace."""
         return None if self._strategy((num_tokens, 0)) == "nccl" else self.operator.memory(num_tokens)
 
     def residual_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:

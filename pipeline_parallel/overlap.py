@@ -36,7 +36,7 @@ from torch.nn.attention.bias import causal_lower_right
 from modules.decoder import Decoder, HalfBlock
 from modules.forward_pass import ForwardPass, cached_attention_mask
 from modules.kv_cache import KVCache
-from modules.normalization import AddNorm, Norm
+from modules.normalization import AddNorm, Norm, partial_memory
 from pipeline_parallel.all_reduce_choice import CONFIGS_DIR, SplitPoint, nearest_split_point, read_split_points
 from pipeline_parallel.fused_junction import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
@@ -119,7 +119,7 @@ class Overlap:
         model, span = self.model, self.model.span
         for place, half in enumerate(halves):
             embedded = model.embeddings(half.token_ids, half.forward_pass.positions)
-            half.forward_pass.partial_memory = getattr(self.junctions[place], "memory", None)
+            half.forward_pass.partial_memory = partial_memory(self.junctions[place])
             self._reduce(half, embedded, model.first_norm, None, self._junction(place, span.start - 1, point))
         for idx in span:
             half_block = model.half_blocks[idx]

@@ -14,9 +14,10 @@ or float16; D a multiple of 8 up to 16384; all contiguous.
 Transports: peer to peer, or multimem (two-shot only, sm_90 and later, where NVLink has multicast), in which the switch
 adds up a load over all ranks and hands a store to all of them.
 
-Rounding: each half-block's partial sum is rounded once to the workspace's type, by whoever writes it: a matrix product
-that ends there, or in one-shot this kernel, from `own`, which saves a kernel for the copy. Peer to peer they are added
-in float32 in order of ranks. multimem adds in float32 in an order that is not stated and rounds that sum once more to
+Rounding: each half-block's partial sum is rounded to the workspace's type by whoever writes it: a matrix product that
+ends there (whose split sums torch lets cuBLAS round one by one, unless allow_bf16_reduced_precision_reduction is off),
+or in one-shot this kernel, once, from `own`, which saves a kernel for the copy. Peer to peer they are added in float32
+in order of ranks. multimem adds in float32 in an order that is not stated and rounds that sum once more to
 the workspace's type (in float16 it may overflow). Statistics are float32; hidden is rounded once, at the end.
 Every rank has the same hidden, bit for bit: in two-shot it was computed once; in one-shot the order of the sum is the
 same everywhere, which is why that one is always peer to peer.
