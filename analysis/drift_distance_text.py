@@ -2,121 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from analysis.drift_facts import (
-    BLOCKS,
-    DistanceFacts,
-    ablation_distance_facts,
-    cosines,
-    distance_facts,
-    layer_correlation,
-    studied_models,
-)
-from analysis.intervals import Estimate, share_of_loss
+from analysis.drift_distance_facts import DistanceFacts, ablation_distance_facts, distance_facts
+from analysis.drift_facts import BLOCKS, cosines, layer_correlation, studied_models
+from analysis.intervals import Estimate, share_of_gain, share_of_loss
 from analysis.results import Record
-from analysis.wording import CANNOT_TELL, headline, no_larger_than, with_interval
+from analysis.wording import CANNOT_TELL, WORDS, at_most, judge, with_interval
 
 # The most alike and the least; the plot has the others.
 TOLD_COSINES = ("raw", "standardised")
 
 
 def drift_text(records: Sequence[Record]) -> str:
-    """The paragraph: each studied model, then the mean over the models of the ablation."""
+    """A paragraph each: the studied models, then the mean over the models of the ablation."""
     models = studied_models(records)
     subjects = [([distance_facts(model, found, block) for block in BLOCKS], found) for model, found in models.items()]
     subjects.append(([ablation_distance_facts(records, block) for block in BLOCKS], []))
     told = [text for facts, found in subjects if (text := _subject_text(facts, found))]
     if told:
-        return " ".join(told)
-    similar = [f"*{model}*. {text}" for model, found in models.items() if (text := _cosine_sentence(found))]
+        return "\n\n".join(told)
+    similar = [f"{model}: {text}" for model, found in models.items() if (text := _cosine_sentence(found))]
     lack = f"{CANNOT_TELL}: they lack what a predictor loses to look-ahead (recall_drop of the look-ahead study)."
     return " ".join([lack, *similar, *(["A cosine alone does not say what a predictor loses."] if similar else [])])
 
 
 def _subject_text(facts: Sequence[DistanceFacts | None], records: Sequence[Record]) -> str:
-    """Answers by recall and by perplexity at the shortest distance, then at the longest, then the cosine."""
+    """Which predictors; by recall and by perplexity what the shortest and the longest distance cost; then drift."""
     known = [found for found in facts if found is not None and (found.lost or found.loss_rise)]
     if not known:
         return ""
-    sentences = [f"*{known[0].subject}*."]
+    amounts = {found.calibration_tokens for found in known}
+    amount = amounts.pop() if len(amounts) == 1 else None
+    told = "" if amount is None else f" ({amount} tokens)"
+    sentences = [f"{known[0].subject}, closed-form predictors, for this calibration text{told}."]
+    if any(found.gain for found in known):
+        sentences.append("Their gain is recall above that of always the same units.")
     for found in known:
-        sentences += [_recall_sentence(found), _loss_sentence(found)]
+        sentences += [*_recall_sentences(found), _loss_sentence(found)]
     sentences += [_cosine_sentence(records), _layers_sentence(records)]
-    return " ".join(filter(None, sentences))
+    return " ".join([*filter(None, sentences), "Intervals are 95 % each: of many, some miss."])
 
 
-def _recall_sentence(facts: DistanceFacts) -> str:
+def _recall_sentences(facts: DistanceFacts) -> list[str]:
+    """What distance takes of what a predictor gains over the same units always; else, of what it misses."""
     if not facts.lost:
-        return ""
-    density = "" if facts.density is None else f" (density {facts.density:g})"
-    own = facts.recall.get(0)
-    start = f"; {with_interval(own, '%', scale=100)} from the layer's own input" if own is not None else ""
-    if 0 in facts.static_recall:
-        start += f" ({100 * facts.static_recall[0]:.1f} % for the same {BLOCKS[facts.block]} always)"
-    changes = _changes(facts.lost, facts.missed, "points", 100.0, "of what is missed there")
-    return f"Recall of {BLOCKS[facts.block]}{density}: {_answer(facts.lost, facts.missed)}{start}; {changes}."
+        return []
+    units, own = BLOCKS[facts.block], facts.recall.get(0)
+    settings = [] if facts.rank is None else [f"rank {facts.rank}"]
+    settings += [] if facts.density is None else [f"density {facts.density:g}"]
+    title = units.capitalize() + (f" ({', '.join(settings)})" if settings else "")
+    sentences = []
+    if own is not None:
+        always = ""
+        if 0 in facts.static_recall:
+            always = f", {100 * facts.static_recall[0]:.1f} % with always the same"
+        sentences.append(f"{title}: recall without distance is {with_interval(own, '%', scale=100)}{always}.")
+    else:
+        sentences.append(f"{title}:")
+    said = " is lost"  # once is enough
+    for lookahead in dict.fromkeys((min(facts.lost), max(facts.lost))):
+        lost = facts.lost[lookahead]
+        if lookahead in facts.gain:
+            share, whole = share_of_gain(lost, facts.gain[lookahead]), f"the gain{said}"
+        elif lookahead in facts.missed:
+            share, whole = share_of_loss(lost, facts.missed[lookahead]), "what is missed there"
+        else:
+            share, whole = None, ""
+        told = _change(lost, share, whole, "points", 100.0)
+        sentences.append(f"{_origin(lookahead)}: {WORDS[judge(lost, share)]}, {told}.")
+        said = ""
+    if facts.largest_rank is not None:
+        found = facts.largest_rank
+        told = _change(found.lost, share_of_gain(found.lost, found.gain), "the gain", "points", 100.0)
+        sentences.append(f"{_origin(found.lookahead)} at rank {found.rank}, the largest measured: {told}.")
+    return sentences
 
 
 def _loss_sentence(facts: DistanceFacts) -> str:
     """In nats a token, ln(perplexity / dense): those at look-ahead 0 are lost without distance."""
     if not facts.loss_rise:
         return ""
-    start = facts.loss.get(0)
-    without = {lookahead: start for lookahead in facts.loss_rise} if start is not None else {}
-    told = f"; {with_interval(start, 'nats')} above dense from the layer's own input" if start is not None else ""
-    changes = _changes(facts.loss_rise, without, "nats", 1.0, "of what is lost there", worse="more")
-    return f"Perplexity with sparse {BLOCKS[facts.block]}: {_answer(facts.loss_rise, without)}{told}; {changes}."
+    start, told = facts.loss.get(0), []
+    above = "" if start is None else f" ({with_interval(start, 'nats')} above dense)"
+    for lookahead in dict.fromkeys((min(facts.loss_rise), max(facts.loss_rise))):
+        rise = facts.loss_rise[lookahead]
+        share = None if start is None else share_of_loss(rise, start)
+        change = _change(rise, share, "the loss there", "nats", 1.0, worse="more")
+        told.append(f"{_origin(lookahead).lower()} {WORDS[judge(rise, share)]}, {change}")
+    return f"Perplexity of sparse {BLOCKS[facts.block]}{above}: {'; '.join(told)}."
 
 
-def _answer(lost: Mapping[int, Estimate], without: Mapping[int, Estimate]) -> str:
-    """At the shortest distance."""
-    nearest = min(lost)
-    if nearest not in without:
-        return f"{CANNOT_TELL.lower()}, for want of look-ahead 0"
-    return headline(lost[nearest], share_of_loss(lost[nearest], without[nearest]))
+def _origin(lookahead: int) -> str:
+    return "One layer back" if lookahead == 1 else f"{lookahead} layers back"
 
 
-def _changes(
-    lost: Mapping[int, Estimate],
-    without: Mapping[int, Estimate],
-    unit: str,
-    scale: float,
-    of_what: str,
-    *,
-    worse: str = "less",
+def _change(
+    change: Estimate, share: Estimate | None, whole: str, unit: str, scale: float, *, worse: str = "less"
 ) -> str:
-    """What is lost at the shortest and at the longest distance, with its share of all that is lost."""
+    """The share of the whole of what is certainly a loss, else how large the change is or may be."""
+    if change.low is not None and change.holds_zero:
+        return f"at most {at_most(change.largest, scale=scale)} {unit}"
+    if share is not None and change.low is not None and change.value > 0:
+        return f"{with_interval(share, '%', scale=100)} of {whole}"
     better = "more" if worse == "less" else "less"
-    parts = []
-    for lookahead in dict.fromkeys((min(lost), max(lost))):
-        change = lost[lookahead]
-        origin = "one layer back" if lookahead == 1 else f"{lookahead} layers back"
-        if change.low is not None and change.holds_zero:
-            told = no_larger_than("change", change, unit, scale=scale)
-        else:
-            size, word = (change, worse) if change.value > 0 else (-change, better)
-            told = f"{with_interval(size, unit, scale=scale)} {word}"
-            if lookahead in without and change.value > 0 and change.low is not None:
-                share = share_of_loss(change, without[lookahead])
-                told += f" ({with_interval(share, '%', scale=100)} {of_what})"
-        parts.append(f"from {origin} {told}")
-    return ", ".join(parts)
+    size, word = (change, worse) if change.value > 0 else (-change, better)
+    return f"{with_interval(size, unit, scale=scale)} {word}"
 
 
 def _cosine_sentence(records: Sequence[Record]) -> str:
-    """Over the shortest and the longest distance."""
+    """Over the longest distance."""
     told = []
     for variant, by_lookahead in cosines(records).items():
-        if variant not in TOLD_COSINES:
-            continue
-        near, far = min(by_lookahead), max(by_lookahead)
-        values = dict.fromkeys((with_interval(by_lookahead[near]), with_interval(by_lookahead[far])))
-        told.append(f"{variant.replace('_', ' ')} {' and '.join(values)}")
+        if variant in TOLD_COSINES:
+            far = max(by_lookahead)
+            told.append(f"{variant.replace('_', ' ')} {with_interval(by_lookahead[far])}")
     if not told:
         return ""
-    distances = " and ".join(dict.fromkeys("one" if lookahead == 1 else str(lookahead) for lookahead in (near, far)))
-    return f"Cosine of states {distances} layer{'' if far == 1 else 's'} apart: {'; '.join(told)}."
+    distance = "one layer" if far == 1 else f"{far} layers"
+    return f"Cosine of states {distance} apart: {', '.join(told)}."
 
 
 def _layers_sentence(records: Sequence[Record]) -> str:
@@ -125,8 +129,8 @@ def _layers_sentence(records: Sequence[Record]) -> str:
     if found is None:
         return ""
     lookahead, num_layers, correlation = found
-    told = f"rank correlation over {num_layers} layers at look-ahead {lookahead}: {with_interval(correlation)}"
+    told = f"{num_layers} layers, look-ahead {lookahead}: rank correlation {with_interval(correlation)}"
     if correlation.holds_zero:
-        return f"Whether layers that drift more lose more recall, these records cannot tell ({told})."
+        return f"Whether layers that drift more lose more is open ({told})."
     word = "more" if correlation.value > 0 else "less"
     return f"Layers that drift more lose {word} recall ({told})."

@@ -20,16 +20,21 @@ def factor_text(found: Sequence[ReportedEffects], factor: str) -> str:
 
 
 def primary_effects(found: Sequence[ReportedEffects]) -> FactorEffects | None:
-    """Those on recall of neurons, which the answers are about."""
-    if not found or found[0].effects.outcome.metric != "recall":
+    """Those on recall of neurons, which the answers are about; None where the records have others only."""
+    if not found:
         return None
-    return found[0].effects
+    outcome = found[0].effects.outcome
+    is_of_neurons = outcome.metric == "recall" and dict(outcome.labels).get("block") == "mlp"
+    return found[0].effects if is_of_neurons else None
 
 
 def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str]:
     primary = primary_effects(found)
     if primary is None:
-        return [f"{CANNOT_TELL}: they lack recall in models that differ in nothing else (scripts.ablation makes them)."]
+        return [
+            f"{CANNOT_TELL}: they lack recall of neurons in models that differ in nothing else "
+            "(scripts.ablation makes them)."
+        ]
     if factor not in primary.main:
         return [f"{CANNOT_TELL}: the models of the ablation do not differ in {FACTOR_NAMES[factor]}."]
     change = primary.main[factor]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
 from analysis.comparison import latest_records
-from analysis.factor_effects import LEVEL_NAMES, Outcome, outcome_values
+from analysis.factor_effects import FACTORS, LEVEL_NAMES, Outcome
 from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation
 from analysis.results import Record
 
@@ -21,30 +19,9 @@ USUAL_DENSITY = 0.5
 # What the predictor of neurons reads (the residual before the MLP's norm), then what the layer reads.
 COSINE_POINTS = ("after_attention", "block_input")
 COSINE_VARIANTS = ("raw", "centred", "standardised", "no_massive")
-STUDIED_METRICS = ("recall", "recall_drop", "perplexity", "loss_rise")
 CONDITION_LABELS = ("corpus", "dtype", "seed", "window", "tp_size", "pp_size", "dp_size")
 # Fewer layers say nothing about a rank correlation.
 LEAST_LAYERS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistanceFacts:
-    """What one model, or the mean over the models of the ablation, loses to look-ahead in one kind of block.
-
-    All by look-ahead. `lost`: recall at look-ahead 0 minus recall at that one, on the same tokens and layers; `missed`:
-    one minus recall at look-ahead 0 on those layers. `loss`: ln(perplexity / dense); `loss_rise`: that minus the one at
-    look-ahead 0, on the same text.
-    """
-
-    subject: str
-    block: str
-    density: float | None
-    recall: Mapping[int, Estimate] = field(default_factory=dict)
-    static_recall: Mapping[int, float] = field(default_factory=dict)  # of the same units for every token
-    lost: Mapping[int, Estimate] = field(default_factory=dict)
-    missed: Mapping[int, Estimate] = field(default_factory=dict)
-    loss: Mapping[int, Estimate] = field(default_factory=dict)
-    loss_rise: Mapping[int, Estimate] = field(default_factory=dict)
 
 
 def model_of(record: Record) -> str:
@@ -74,13 +51,37 @@ def _newest_date(records: Sequence[Record]) -> str:
 
 
 def compared_models(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """What curves of one plot are of: each studied model, the ablation by activation, each side of the relufication."""
+    """What curves of one plot are of: each studied model, the ablation by activation, each side of the relufication.
+
+    Of the ablation only what the effects are of, too: seeds that have all its models.
+    """
     groups = studied_models(records)
-    for record in latest_records([record for record in records if record["name"] in STUDY_NAMES[1:]]):
-        label = "activation" if record["name"] == "ablation" else "variant"
+    ablation = of_complete_seeds(latest_records([record for record in records if record["name"] == "ablation"]))
+    sides = latest_records([record for record in records if record["name"] == "relufication"])
+    for record, label in [*((one, "activation") for one in ablation), *((one, "variant") for one in sides)]:
         level = str(record["labels"].get(label))
         groups.setdefault(f"{record['name']}, {LEVEL_NAMES.get(level, level)}", []).append(record)
     return groups
+
+
+def of_complete_seeds(records: Sequence[Record]) -> list[Record]:
+    """Of the ablation's records, number by number: those of seeds that have it of every kind of model that any has."""
+    kinds: dict[tuple[Any, ...], dict[Any, set[tuple[Any, ...]]]] = {}
+
+    def place(record: Record) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+        labels = record["labels"]
+        other = sorted((name, repr(each)) for name, each in labels.items() if name not in (*FACTORS, "seed", "model"))
+        return (record["metric"], *other), labels.get("seed"), tuple(labels.get(factor) for factor in FACTORS)
+
+    for outcome, seed, kind in map(place, records):
+        kinds.setdefault(outcome, {}).setdefault(seed, set()).add(kind)
+    complete = {
+        (outcome, seed)
+        for outcome, by_seed in kinds.items()
+        for seed, found in by_seed.items()
+        if found == set().union(*by_seed.values())
+    }
+    return [record for record in records if place(record)[:2] in complete]
 
 
 def chosen(records: Sequence[Record], metric: str, **labels: Any) -> list[Record]:
@@ -128,80 +129,6 @@ def at_usual_density(records: Sequence[Record], block: str) -> list[Record]:
     studied = [record for record in records if is_of_lookahead_study(record, block)]
     density = usual_density(studied, block)
     return [record for record in studied if record["labels"].get(DENSITY_LABELS[block]) == density]
-
-
-def distance_facts(subject: str, records: Sequence[Record], block: str) -> DistanceFacts | None:
-    """Of one model's records; None where the look-ahead study is not among them."""
-    studied = at_usual_density(records, block)
-    if not studied:
-        return None
-
-    def estimates(metric: str) -> dict[int, Estimate]:
-        return {key: estimate_of(record) for key, record in by_label(chosen(studied, metric), "lookahead").items()}
-
-    recall, lost = estimates("recall"), estimates("recall_drop")
-    perplexities = by_label(chosen(studied, "perplexity"), "lookahead")
-    return DistanceFacts(
-        subject=subject,
-        block=block,
-        density=usual_density(studied, block),
-        recall=recall,
-        static_recall={
-            lookahead: record["baseline"]["value"]
-            for lookahead, record in by_label(chosen(studied, "recall"), "lookahead").items()
-            if (record.get("baseline") or {}).get("name") == "static"
-        },
-        lost=lost,
-        missed={key: missed_without_distance(recall[key], less) for key, less in lost.items() if key in recall},
-        loss={lookahead: log_estimate(record) for lookahead, record in perplexities.items() if record.get("baseline")},
-        loss_rise=estimates("loss_rise"),
-    )
-
-
-def missed_without_distance(recall: Estimate, lost: Estimate) -> Estimate:
-    """1 - recall at look-ahead 0 on the layers of a look-ahead, as uncertain as the recall there."""
-    value = 1 - (recall.value + lost.value)
-    if recall.low is None or recall.high is None:
-        return Estimate(value=value, low=None, high=None)
-    return Estimate(value=value, low=value - (recall.high - recall.value), high=value + (recall.value - recall.low))
-
-
-def log_estimate(record: Record) -> Estimate:
-    """ln(perplexity / dense) of a record; its interval from `ratio_interval`, which is paired, or else `interval`."""
-    dense = record["baseline"]["value"]
-    low, high = record.get("ratio_interval") or [end / dense for end in record.get("interval") or ()] or (None, None)
-    value, *ends = (None if ratio is None else math.log(ratio) for ratio in (record["value"] / dense, low, high))
-    assert value is not None
-    return Estimate(value=value, low=ends[0], high=ends[1])
-
-
-def ablation_distance_facts(records: Sequence[Record], block: str) -> DistanceFacts | None:
-    """The mean over all models of the ablation, with an interval over its seeds; None without such records."""
-    studied = at_usual_density([record for record in records if record["name"] == "ablation"], block)
-    density = usual_density(studied, block)
-    found: dict[str, dict[int, Estimate]] = {metric: {} for metric in STUDIED_METRICS}
-    num_models = 0
-    for metric, by_lookahead in found.items():
-        for lookahead in by_label(chosen(studied, metric), "lookahead"):
-            cells = outcome_values(studied, lookahead_outcome(metric, block, lookahead, density))
-            settings = set().union(*cells.values())
-            complete = [of_seed for of_seed in cells.values() if set(of_seed) == settings]
-            if complete:
-                by_lookahead[lookahead] = mean_with_interval([mean(of_seed.values()) for of_seed in complete])
-                num_models = max(num_models, len(complete) * len(settings))
-    if not num_models:
-        return None
-    recall, lost = found["recall"], found["recall_drop"]
-    return DistanceFacts(
-        subject=f"mean of the {num_models} models of the ablation",
-        block=block,
-        density=density,
-        recall=recall,
-        lost=lost,
-        missed={key: missed_without_distance(recall[key], less) for key, less in lost.items() if key in recall},
-        loss=found["perplexity"],
-        loss_rise=found["loss_rise"],
-    )
 
 
 def lookahead_outcome(metric: str, block: str, lookahead: int, density: float | None) -> Outcome:

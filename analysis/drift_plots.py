@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from analysis.drift_distance_facts import distance_facts
 from analysis.drift_facts import (
     BLOCKS,
     COSINE_VARIANTS,
@@ -17,7 +18,6 @@ from analysis.drift_facts import (
     chosen,
     cosine_records,
     cosines,
-    distance_facts,
     lost_by_layer,
 )
 from analysis.intervals import Estimate

@@ -8,13 +8,13 @@ from typing import Any
 
 from analysis.ablation_effects import ReportedEffects, reported_effects
 from analysis.comparison import latest_records, shared_settings
+from analysis.drift_distance_facts import distance_facts
 from analysis.drift_distance_text import TOLD_COSINES
 from analysis.drift_facts import (
     BLOCKS,
     chosen,
     compared_models,
     cosines,
-    distance_facts,
     pooled,
     studied_models,
 )

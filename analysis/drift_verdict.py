@@ -1,4 +1,4 @@
-"""The drift study in words: one paragraph a question, made from records and no stronger than their intervals.
+"""The drift study in words: a question each, made from records and no stronger than their intervals.
 
 The claim under test: Deja Vu, which predicts a layer's active units from an earlier layer, fails on Llama because token
 embeddings change from layer to layer (RoPE, SiLU). Each suspect is asked for its share of what a predictor misses.
@@ -25,14 +25,14 @@ FACTOR_QUESTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One question and its paragraph, in Markdown."""
+    """One question and what answers it: plain text without markup, a blank line between paragraphs."""
 
     question: str
     text: str
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """All answers as Markdown, a paragraph a question; '' where no record is of the study."""
+    """All answers as Markdown, each after its question; '' where no record is of the study."""
     return "\n\n".join(f"**{answer.question}** {answer.text}" for answer in answers(records))
 
 

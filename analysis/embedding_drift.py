@@ -19,7 +19,7 @@ sums in float64: mean = sum(x) / n, variance = sum(x^2) / n - mean^2. A channel 
 states.
 
 What is kept does not grow with the text: sums a group of rows (a window or document) and pair of layers. Groups are
-what the bootstrap draws, with replacement, for the 95 % intervals (percentiles; Efron & Tibshirani 1993, chapter 13).
+what the bootstrap draws for the 95 % intervals (`data.bootstrap`).
 
 Legend: S states (2L + 1), n rows, D hidden, G groups, A look-aheads, K states of one chain (even or odd ones), P pairs.
 """
@@ -33,13 +33,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from data.bootstrap import Resampling
+
 POINTS = ("block_input", "after_attention", "after_mlp")
 VARIANTS = ("raw", "centred", "standardised", "no_massive")
 TOKENS = ("all", "first", "ordinary")
 MASSIVE_SHARE = 0.01
 # First positions of the spans over which `per_position` tells the raw cosine.
 POSITION_SPANS = (0, 1, 4, 16, 64, 256, 1024, 4096)
-RESAMPLES = 1000
 WORKING_BYTES = 16 * 2**20  # of one copy of the states at work
 
 AddUp = Callable[[Tensor], Tensor]
@@ -204,7 +205,7 @@ class DriftSums:
 
     def measures(self, seed: int) -> Iterator[Measure]:
         """Cosines by point, look-ahead, variant and kind of token, then relative updates."""
-        draws = bootstrap_draws(self.num_groups, seed)
+        resampling = resampling_of(self.num_groups, seed)
         present = self.moments.present
         for point in POINTS:
             parity, first = int(point == "after_attention"), int(point == "after_mlp")
@@ -216,7 +217,7 @@ class DriftSums:
                 for variant in VARIANTS:
                     sums = self.cosines[variant, parity][:, place, pairs]
                     labels = {"point": point, "lookahead": lookahead, "variant": variant}
-                    for measure in self._by_token("cosine", labels, sums, there, draws):
+                    for measure in self._by_token("cosine", labels, sums, there, resampling):
                         if variant == "raw" and measure.labels["tokens"] == "ordinary":
                             means = self._position_means(self.by_position[parity][:, place, pairs][:, there])
                             measure.extras["per_position"] = means
@@ -226,10 +227,11 @@ class DriftSums:
         both = present[:-1] & present[1:]
         for point in POINTS[1:]:
             halves = slice(int(point == "after_mlp"), None, 2)
-            yield from self._by_token("relative_update", {"point": point}, self.updates[:, halves], both[halves], draws)
+            labels = {"point": point}
+            yield from self._by_token("relative_update", labels, self.updates[:, halves], both[halves], resampling)
 
     def _by_token(
-        self, metric: str, labels: dict[str, Any], sums: Tensor, there: Tensor, draws: Tensor | None
+        self, metric: str, labels: dict[str, Any], sums: Tensor, there: Tensor, resampling: Resampling | None
     ) -> Iterator[Measure]:
         """sums [2G, P] and which pairs are there [P] -> a measure a kind of token."""
         if not there.any():
@@ -242,13 +244,14 @@ class DriftSums:
             if not counts.sum():
                 continue
             values = totals.sum(0) / counts.sum()
-            interval = None
-            if draws is not None:
-                interval = percentiles((draws @ totals).mean(1) / (draws @ counts))
+            value, interval = float(values.mean()), None
+            # A single group that has such tokens says nothing of others.
+            if resampling is not None and int((counts > 0).sum()) > 1:
+                interval = resampling.interval(value, resampling.ratios(totals.mean(1), counts))
             yield Measure(
                 metric=metric,
                 labels={**labels, "tokens": tokens},
-                value=float(values.mean()),
+                value=value,
                 interval=interval,
                 per_layer=spread(values, there, self.num_layers),
             )
@@ -277,21 +280,6 @@ def spread(values: Tensor, there: Tensor, num_layers: int) -> list[float | None]
     return found + [None] * (num_layers - len(found))
 
 
-def bootstrap_draws(num_groups: int, seed: int, resamples: int = RESAMPLES) -> Tensor | None:
-    """How often each group was drawn [resamples, G] float64; None for a single group, which says nothing of others."""
-    if num_groups < 2:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, num_groups, (resamples, num_groups), generator=generator)
-    return torch.zeros(resamples, num_groups, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
-    )
-
-
-def percentiles(values: Tensor) -> tuple[float, float] | None:
-    """The middle 95 % of resampled values [resamples], of those that are numbers; None if there are none."""
-    values = values[values.isfinite()]
-    if not len(values):
-        return None
-    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
-    return low, high
+def resampling_of(num_groups: int, seed: int) -> Resampling | None:
+    """None for a single group, which says nothing of others."""
+    return Resampling(num_groups, seed) if num_groups > 1 else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, correlation, mean, stdev
 from typing import Any
 
-CONFIDENCE = 0.95
+from data.student_t import CONFIDENCE, t_quantile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,13 @@ class Estimate:
     def largest(self) -> float:
         """The largest size of effect, of either sign, that the interval allows."""
         return math.inf if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
+
+    def __add__(self, shift: float) -> Estimate:
+        low, high = (None if end is None else end + shift for end in (self.low, self.high))
+        return Estimate(value=self.value + shift, low=low, high=high)
+
+    def __rsub__(self, whole: float) -> Estimate:
+        return -self + whole
 
     def __neg__(self) -> Estimate:
         return Estimate(
@@ -54,34 +61,6 @@ def mean_with_interval(values: Sequence[float], *, confidence: float = CONFIDENC
     return Estimate(value=centre, low=centre - half, high=centre + half)
 
 
-def t_quantile(probability: float, degrees_of_freedom: int) -> float:
-    """The quantile of Student's t distribution, for a probability of at least one half.
-
-    By bisection of the distribution function, which is a finite sum for whole degrees of freedom (Abramowitz and
-    Stegun 1964, 26.7.3 and 26.7.4).
-    """
-    if not 0.5 <= probability < 1 or degrees_of_freedom < 1:
-        raise ValueError(f"no t quantile at {probability} with {degrees_of_freedom} degrees of freedom")
-
-    def central_share(t: float) -> float:
-        angle = math.atan(t / math.sqrt(degrees_of_freedom))
-        is_odd = degrees_of_freedom % 2
-        term, total = (math.cos(angle) if is_odd else 1.0), 0.0
-        for power in range(1 + is_odd, degrees_of_freedom, 2):
-            total += term
-            term *= math.cos(angle) ** 2 * power / (power + 1)
-        total *= math.sin(angle)
-        return 2 / math.pi * (angle + total) if is_odd else total
-
-    low, high = 0.0, 1.0
-    while (1 + central_share(high)) / 2 < probability:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (1 + central_share(middle)) / 2 < probability else (low, middle)
-    return high
-
-
 def difference(after: Estimate, before: Estimate) -> Estimate:
     """after - before of two estimates that were not paired, with the interval of Zou and Donner (2008, MOVER).
 
@@ -97,21 +76,35 @@ def difference(after: Estimate, before: Estimate) -> Estimate:
     )
 
 
-def share_of_loss(part: Estimate, rest: Estimate) -> Estimate:
-    """part / (part + rest): how much of a loss comes from one cause, from the far ends of both intervals.
+def share_of_loss(part: Estimate, rest: Estimate) -> Estimate | None:
+    """part / (part + rest): how much of a loss comes from one cause; `rest` is what is lost without it.
 
-    `rest` is what is lost without that cause, and positive. Both intervals hold together at 90 % or more.
+    From the far ends of both intervals, which hold together at 90 % or more. None where nothing in all may be lost.
     """
+    return _far_ends(part, rest, lambda one, other: one + other)
+
+
+def share_of_gain(part: Estimate, gain: Estimate) -> Estimate | None:
+    """part / gain: how much of a gain a cause takes away, by the far ends of both intervals.
+
+    Wider than if both were drawn together. None where there may be no gain at all.
+    """
+    return _far_ends(part, gain, lambda _, gain: gain)
+
+
+def _far_ends(part: Estimate, other: Estimate, whole: Callable[[float, float], float]) -> Estimate | None:
+    """part / whole(part, other) at its values and, over all corners of the two intervals, at its least and its most.
+
+    An end that is not known is the value. None unless the whole is positive all over, where the share has no bounds.
+    """
+    parts, others = ([end.value if bound is None else bound for bound in (end.low, end.high)] for end in (part, other))
+    if min(whole(one, another) for one in (part.value, *parts) for another in (other.value, *others)) <= 0:
+        return None
+    value = part.value / whole(part.value, other.value)
     if part.low is None or part.high is None:
-        return Estimate(value=_share(part.value, rest.value), low=None, high=None)
-    rest_low, rest_high = (rest.value if end is None else end for end in (rest.low, rest.high))
-    ends = [_share(one, other) for one in (part.low, part.high) for other in (rest_low, rest_high)]
-    return Estimate(value=_share(part.value, rest.value), low=min(ends), high=max(ends))
-
-
-def _share(part: float, rest: float) -> float:
-    whole = part + max(rest, 0.0)
-    return part / whole if whole > 0 else 0.0
+        return Estimate(value=value, low=None, high=None)
+    ends = [one / whole(one, another) for one in parts for another in others]
+    return Estimate(value=value, low=min(ends), high=max(ends))
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:

@@ -29,8 +29,7 @@ from analysis.embedding_drift import (
     StateMoments,
     StateRows,
     StateSource,
-    bootstrap_draws,
-    percentiles,
+    resampling_of,
     spread,
 )
 
@@ -75,7 +74,7 @@ class CkaSums:
 
     def measures(self, seed: int) -> Iterator[Measure]:
         """CKA by point, look-ahead and variant."""
-        draws = bootstrap_draws(self.num_units, seed)
+        resampling = resampling_of(self.num_units, seed)
         for point in POINTS:
             parity, first = int(point == "after_attention"), int(point == "after_mlp")
             for lookahead in self.lookaheads:
@@ -90,12 +89,15 @@ class CkaSums:
                     values = _alignment(*(part.sum(0) for part in parts))
                     if not len(values) or not values.isfinite().all():
                         continue  # no such pair, or a state that does not move at all
-                    resampled = None if draws is None else _alignment(*(draws @ part for part in parts)).mean(1)
+                    value, interval = float(values.mean()), None
+                    if resampling is not None:
+                        resampled = _alignment(*(resampling.totals(part.T) for part in parts)).mean(0)
+                        interval = resampling.interval(value, resampled)
                     yield Measure(
                         metric="cka",
                         labels={"point": point, "lookahead": lookahead, "variant": variant, "tokens": "ordinary"},
-                        value=float(values.mean()),
-                        interval=None if resampled is None else percentiles(resampled),
+                        value=value,
+                        interval=interval,
                         per_layer=spread(values, there, self.num_layers),
                     )
 

@@ -15,8 +15,16 @@ from analysis.intervals import Estimate, estimate_of
 from analysis.results import Record
 
 NAME = "relufication"
-SIDES = ("silu", "relu")
-BEFORE_TRAINING = tuple(f"{side} before training" for side in SIDES)
+# The sides as records name them: the activation, and whether the model was trained on.
+VARIANTS = {
+    "silu before training": ("silu", False),
+    "relu before training": ("relu", False),
+    "silu": ("silu", True),
+    "relu": ("relu", True),
+}
+BEFORE_TRAINING, SIDES = (
+    tuple(name for name, (_, is_trained) in VARIANTS.items() if is_trained == wanted) for wanted in (False, True)
+)
 # Labels that only records of one study, of sparse runs or of another text have.
 PLAIN: dict[str, Any] = {"study": None, "method": None, "corpus": None}
 SIDE_LABELS = ("variant", "activation", "model")

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from analysis import accuracy_table, communication_table, decode_table, drift_tables, equal_bytes
 from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
@@ -108,36 +107,6 @@ def record_table(records: Sequence[Record], name: str) -> Table:
         columns=tuple(columns[i] for i in used),
         rows=tuple(tuple(row[i] or EMPTY_CELL for i in used) for row in rows),
         caption=", ".join(f"{label} {format_cell(chosen[0]['labels'].get(label))}" for label in constant),
-    )
-
-
-def pivot(
-    records: Sequence[Record],
-    *,
-    rows: Sequence[str],
-    columns: str,
-    value: Callable[[Record], float | None] = lambda record: record["value"],
-    title: str = "",
-) -> Table:
-    """A cross table: a line for each combination of the labels `rows`, a column for each value of `columns`.
-
-    Where several records fall into one cell, the last counts; `value` picks the number (the ratio, say).
-    """
-    cells: dict[tuple[Any, ...], dict[Any, float | None]] = {}
-    headings: dict[Any, None] = {}
-    for record in records:
-        labels = record["labels"]
-        heading = labels.get(columns)
-        headings[heading] = None
-        cells.setdefault(tuple(labels.get(name) for name in rows), {})[heading] = value(record)
-    ordered = sorted(headings, key=lambda heading: (isinstance(heading, str), heading is None, heading or 0))
-    return Table(
-        title=title,
-        columns=(*rows, *(f"{columns} {format_cell(heading)}" for heading in ordered)),
-        rows=tuple(
-            (*map(format_cell, key), *(format_number(found.get(heading)) for heading in ordered))
-            for key, found in cells.items()
-        ),
     )
 
 

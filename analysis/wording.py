@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from analysis.intervals import Estimate
 
@@ -14,27 +15,58 @@ CANNOT_TELL = "These records cannot tell"
 HALF = 0.5
 LITTLE = 0.05
 
+Judgement = Literal[
+    "unmeasured", "improvement", "no cost", "no effect", "open", "hardly", "in part", "at least in part", "yes"
+]
+SENTENCES: dict[Judgement, str] = {
+    "unmeasured": "one measurement has no interval, so these records cannot tell",
+    "improvement": "no, the change that was measured is an improvement",
+    "no cost": "no cost was found",
+    "no effect": "no effect was found, and none that is half of what is lost lies within the interval",
+    "open": "these records cannot tell, the interval holds both no effect and half of what is lost",
+    "hardly": "hardly, for less than a twentieth of what is lost",
+    "in part": "in part, for less than half of what is lost",
+    "at least in part": "in part; whether for more than half of what is lost, these records cannot tell",
+    "yes": "yes, for more than half of what is lost",
+}
+# Where the numbers stand beside it.
+WORDS: dict[Judgement, str] = {
+    "unmeasured": "these records cannot tell",
+    "improvement": "an improvement",
+    "no cost": "no cost found",
+    "no effect": "no effect found",
+    "open": "these records cannot tell",
+    "hardly": "hardly",
+    "in part": "in part",
+    "at least in part": "in part, perhaps most",
+    "yes": "most of it",
+}
 
-def headline(loss: Estimate, share: Estimate) -> str:
-    """Whether a cause explains a loss: what it costs, and its share of all that is lost, decide.
 
-    `loss` is positive where the cause does harm. Nothing is claimed that either interval leaves open.
+def judge(loss: Estimate, share: Estimate | None) -> Judgement:
+    """Whether a cause explains a loss: what it costs, and its share of the whole, decide.
+
+    `loss` is positive where the cause does harm; the share is None where the whole may be nothing. Nothing is claimed
+    that either interval leaves open; an improvement only where the share, too, is certainly more than a little.
     """
-    if loss.low is None or loss.high is None or share.low is None or share.high is None:
-        return "one measurement has no interval, so these records cannot tell"
-    if loss.holds_zero and share.high < HALF:
-        return "no effect was found, and none that is half of what is lost lies within the interval"
-    if loss.holds_zero:
-        return "these records cannot tell, the interval holds both no effect and half of what is lost"
+    if loss.low is None or loss.high is None or (share is not None and (share.low is None or share.high is None)):
+        return "unmeasured"
+    low, high = (-math.inf, math.inf) if share is None else (share.low, share.high)
+    assert low is not None and high is not None
     if loss.high < 0:
-        return "no, the change that was measured is an improvement"
-    if share.high < LITTLE:
-        return "hardly, for less than a twentieth of what is lost"
-    if share.high < HALF:
-        return "in part, for less than half of what is lost"
-    if share.low > HALF:
-        return "yes, for more than half of what is lost"
-    return "in part; whether for more than half of what is lost, these records cannot tell"
+        return "improvement" if high < -LITTLE else "no cost"
+    if loss.holds_zero:
+        return "no effect" if high < HALF else "open"
+    if high < LITTLE:
+        return "hardly"
+    if high < HALF:
+        return "in part"
+    return "yes" if low > HALF else "at least in part"
+
+
+def headline(loss: Estimate, share: Estimate | None) -> str:
+    """The judgement in a sentence."""
+    return SENTENCES[judge(loss, share)]
 
 
 def no_larger_than(what: str, estimate: Estimate, unit: str, *, scale: float = 1.0) -> str:

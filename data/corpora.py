@@ -54,6 +54,12 @@ class Corpus:
             return self.path.name
         return f"{self.kind}:{self.split if self.seed is None else self.seed}"
 
+    def is_same_text(self, other: Corpus) -> bool:
+        """Whether both read the same text, for whichever side, and however the path of a file is spelt."""
+        if self.path is not None and other.path is not None:
+            return self.path.samefile(other.path)
+        return (self.label, self.path) == (other.label, other.path)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Document:

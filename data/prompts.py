@@ -254,7 +254,10 @@ class CompletionWriter:
                 f"cannot resume {self.path}: {self._manifest_path.name}, which says how its answers were made, is not "
                 f"beside it; {advice}"
             )
-        stored = parse_object(self._manifest_path.read_bytes(), str(self._manifest_path))
+        try:
+            stored = parse_object(self._manifest_path.read_bytes(), str(self._manifest_path))
+        except ValueError as error:
+            raise ValueError(f"cannot resume {self.path}: {error}; {advice}") from error
         made = stored.get("settings")
         if {key: stored.get(key) for key in MANIFEST_HEAD} != MANIFEST_HEAD or not isinstance(made, dict):
             raise ValueError(

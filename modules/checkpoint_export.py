@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from modules.checkpoint import CheckpointWriter
@@ -50,13 +49,12 @@ def write_model(
     output_dir: str | Path,
     *,
     model_id: str,
-    dtype: torch.dtype | None = None,
     manifest: Mapping[str, Any] | None = None,
     other_files: Sequence[Path] = (),
 ) -> None:
     """Write a checkpoint folder of a whole decoder, with copies of `other_files` (its tokenizer's) beside it."""
     writer = CheckpointWriter(
-        output_dir, to_hf_config(model.config), model_id=model_id, dtype=dtype or model.dtype, manifest=manifest
+        output_dir, to_hf_config(model.config), model_id=model_id, dtype=model.dtype, manifest=manifest
     )
     with writer:
         for path in other_files:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu"}
 
@@ -121,11 +121,11 @@ class ModelConfig:
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _activation(name: str) -> Any:
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"config: activation {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -231,11 +231,43 @@ def _from_fields(hf: Mapping[str, Any]) -> ModelConfig:
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     known = {name: value for name, value in hf.items() if name in fields}
     _required(hf, *(name for name, field in fields.items() if field.default is dataclasses.MISSING))
-    for name, allowed in (("norm", ("rms", "layer")), ("positions", ("rotary", "learned"))):
-        if known[name] not in allowed:
-            raise ValueError(f"config: {name} {known[name]!r} is not supported; supported: {', '.join(allowed)}")
     known["activation"] = _activation(known["activation"])
     known["eos_token_ids"] = _token_ids(known.get("eos_token_ids"))
-    if known.get("rope_scaling") is not None:
-        known["rope_scaling"] = RopeScaling(**known["rope_scaling"])
+    if (scaling := known.get("rope_scaling")) is not None:
+        names = [field.name for field in dataclasses.fields(RopeScaling)]
+        if not isinstance(scaling, Mapping) or set(scaling) - set(names) or not {"kind", "factor"} <= set(scaling):
+            raise ValueError(
+                f"config: rope_scaling must be null or have kind, factor and nothing else but {', '.join(names[2:])}, "
+                f"got {scaling!r}"
+            )
+        _check_kinds(RopeScaling, scaling)
+        known["rope_scaling"] = RopeScaling(**scaling)
+    _check_kinds(ModelConfig, known)
     return ModelConfig(**known)
+
+
+def _check_kinds(owner: type, values: Mapping[str, Any]) -> None:
+    """ValueError for a value that is none of its field's kind: JSON has "no" for a boolean, too."""
+    for field in dataclasses.fields(owner):
+        if field.name not in values:
+            continue
+        value: Any = values[field.name]
+        kind: Any = field.type
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                allowed = ", ".join(get_args(kind))
+                raise ValueError(f"config: {field.name} {value!r} is not supported; supported: {allowed}")
+            continue
+        wanted, holds = {
+            bool: ("true or false", isinstance(value, bool)),
+            float: ("a number", is_integer or isinstance(value, float)),
+            int: ("an integer", is_integer),
+            int | None: ("an integer or null", is_integer or value is None),
+            tuple[int, ...]: (
+                "a list of integers",
+                isinstance(value, tuple) and all(type(token_id) is int for token_id in value),
+            ),
+        }.get(kind, ("", True))
+        if not holds:
+            raise ValueError(f"config: {field.name} must be {wanted}, got {value!r}")

@@ -18,7 +18,7 @@ from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass, cached_attention_mask, real_tokens
 from modules.kv_cache import KVCache
 from modules.mlp import Mlp
-from modules.normalization import AddNorm, Norm, add_norm
+from modules.normalization import AddNorm, Norm, add_norm, partial_memory
 from modules.positions import RotaryPositions
 from modules.projections import OutputHead
 from modules.shards import Shard
@@ -255,7 +255,7 @@ class Decoder(nn.Module):
             cache_end=end,
             stats=self.stats,
             max_lookahead=self.max_lookahead,
-            partial_memory=getattr(self.add_norm, "memory", None),
+            partial_memory=partial_memory(self.add_norm),
         )
 
     def check_context(self, num_positions: int) -> None:

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm, and the residual junction `add_norm` that ends every half-block (seam 2)."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,20 @@ class AddNorm(Protocol):
         pre_norm: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+@runtime_checkable
+class AddNormInPlace(AddNorm, Protocol):
+    """A junction that reads partial sums where blocks are asked to leave them."""
+
+    def memory(self, num_tokens: int) -> Tensor | None:
+        """Where the next sum of so many tokens is best left, [num_tokens, D]; None: anywhere."""
+        ...
+
+
+def partial_memory(junction: AddNorm) -> Callable[[int], Tensor | None] | None:
+    """`AddNormInPlace.memory` of a junction that has it; None: partial sums may be left anywhere."""
+    return junction.memory if isinstance(junction, AddNormInPlace) else None
 
 
 def residual_dtype(dtype: torch.dtype) -> torch.dtype:

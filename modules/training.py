@@ -133,8 +133,8 @@ def train_model(
     """Train a float32 model in place on a stream of token ids [N]; returns (steps done, loss of the last one) as read.
 
     `compute_dtype` None: bfloat16 on a GPU, float32 elsewhere. `on_step` hears what is returned. ValueError for a
-    model that is a part or no float32, windows beyond its context, ids beyond its vocabulary, or a loss that stops
-    being finite. Afterwards the model is in eval mode and its weights require no gradients.
+    model that is a part or no float32, windows beyond its context, ids beyond its vocabulary, or a loss or weights that
+    stop being finite. Afterwards the model is in eval mode and its weights require no gradients.
     """
     _check(model, token_ids, options)
     device = model.device
@@ -170,18 +170,25 @@ def train_model(
             optimizer.step()
             if (step + 1) % REPORT_EVERY == 0 or step + 1 == options.steps:
                 curve.append((step + 1, float(loss.detach())))
-                if not math.isfinite(curve[-1][1]):
-                    raise ValueError(
-                        f"training: the loss is not finite at step {step + 1}; try a smaller learning rate than "
-                        f"{options.learning_rate}"
-                    )
+                _require_finite(math.isfinite(curve[-1][1]), "loss is", step, options)
                 if on_step is not None:
                     on_step(*curve[-1])
+        # No loss has been read of what the last step made of the weights.
+        are_finite = all(bool(one.isfinite().all()) for one in parameters.values())
+        _require_finite(are_finite, "weights are", options.steps - 1, options)
     finally:
         model.requires_grad_(False).eval()
         for parameter in parameters.values():
             parameter.grad = None
     return curve
+
+
+def _require_finite(is_finite: bool, what: str, step: int, options: TrainingOptions) -> None:
+    if not is_finite:
+        raise ValueError(
+            f"training: the {what} not finite at step {step + 1}; try a smaller learning rate than "
+            f"{options.learning_rate}"
+        )
 
 
 class NextTokenLoss(nn.Module):

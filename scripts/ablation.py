@@ -23,11 +23,13 @@ from modules.training import TrainingOptions, initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
 from scripts.drift_records import DriftSettings, drift_records
+from scripts.drift_text import check_calibration
 from scripts.model_loading import Dtype, resolve_device
 from scripts.run_records import RecordBook
 from scripts.trained_models import (
     finished_records,
     is_trained,
+    keep_records,
     score,
     study_dtype,
     train_and_keep,
@@ -116,6 +118,8 @@ def check_options(options: Options) -> None:
             f"--num-attention-heads {options.num_attention_heads}"
         )
     training_of(options, 0)
+    if "distance" in options.parts:
+        check_calibration(options.calibration_tokens, options.window, options.hidden_size)
 
 
 def text_plan(options: Options) -> TextPlan:
@@ -205,9 +209,8 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
         settings=settings,
         quiet=options.quiet,
     )
-    about: dict[str, Any] = {**made, "num_parameters": num_parameters(config)}
-    loss, perplexities = score(NAME, labels, model, text, options.test_corpus, **about)
-    return book.write([*records, *perplexities, loss])
+    loss, perplexities = score(NAME, labels, model, text, options.test_corpus, num_parameters=num_parameters(config))
+    return keep_records(book, [*records, *perplexities, loss], made)
 
 
 def vocabulary_size(text: TrainingText) -> int:

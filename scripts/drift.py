@@ -25,11 +25,13 @@ from analysis.results import Record
 from analysis.tables import summary_markdown
 from data.activation_store import ActivationStore
 from data.corpora import parse_corpus
+from modules.checkpoint import load_config
+from modules.config import ModelConfig
 from scripts.command_line import run_stage
 from scripts.drift_records import PARTS, DriftSettings, Part, drift_measure_records, drift_records
 from scripts.drift_sources import StoredStates
-from scripts.drift_text import read_texts
-from scripts.model_loading import LoadedModel, ModelOptions, resolve_device
+from scripts.drift_text import check_calibration, read_texts
+from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
 from sparse_predictor.store import same_weights, weights_sample
 
 
@@ -38,13 +40,14 @@ class Options(DriftSettings, ModelOptions):
     """How far embeddings move from layer to layer, and whether that is what predictors fail by."""
 
     output_dir: Path
-    """For drift.jsonl, verdict.md, summary.md, report.html and the plots; those of an earlier run are replaced."""
+    """For drift.jsonl, verdict.md, summary.md, report.html and the plots, in plots/; those of an earlier run are
+    replaced."""
     model: str = ""
     """Converted folder, Hugging Face folder or hub id; may be left out with --activations."""
     corpus: str = "wikitext"
     """wikitext[:SPLIT], c4[:SPLIT], a .txt, .jsonl or .jsonl.gz file, or self[:SEED]; the test side by default."""
     calibration_corpus: str | None = None
-    """Text to fit predictors on; by default the training side of --corpus (of a file its first half)."""
+    """Text to fit predictors on; by default the training side of --corpus (of a file its first part)."""
     activations: Path | None = None
     """Measure drift in this activation store (see scripts.collect) instead of running the model for it; the other parts
     run the model, where one is given."""
@@ -80,6 +83,8 @@ def main(options: Options) -> list[Record]:
     options.check()
     parse_corpus(options.corpus, side="test")  # an unknown one fails before anything is loaded
     store = None if options.activations is None else ActivationStore(options.activations)
+    if options.model:
+        check_amounts(options, load_config(resolve_model(options.model)))  # before the weights are read
     loaded = options.load() if options.model else None
     parts, records = set(options.parts), []
     if store is not None and "drift" in parts:
@@ -92,6 +97,17 @@ def main(options: Options) -> list[Record]:
         print(verdict(records))
         logger.info(f"{len(records)} records, plots, report.html and verdict.md in {options.output_dir}")
     return records
+
+
+def check_amounts(options: Options, config: ModelConfig) -> None:
+    """ValueError for windows and text that do not fit the model."""
+    context, parts = config.max_position_embeddings, set(options.parts)
+    if options.activations is not None:
+        parts.discard("drift")
+    if parts and not 2 <= options.window <= context:
+        raise ValueError(f"--window must lie between 2 and the model's context of {context}, got {options.window}")
+    if "distance" in parts and os.environ.get("WORLD_SIZE", "1") == "1":
+        check_calibration(options.calibration_tokens, options.window, config.hidden_size)
 
 
 def records_of_model(loaded: LoadedModel, options: Options, parts: Sequence[Part]) -> list[Record]:
@@ -155,14 +171,18 @@ def records_of_store(store: ActivationStore, loaded: LoadedModel | None, options
 
 
 def write_study(records: Sequence[Record], output_dir: Path) -> None:
-    """Records, verdict, tables, plots and the report; what an earlier run left under the same names is replaced."""
-    output_dir.mkdir(parents=True, exist_ok=True)
+    """Records, verdict, tables, the report and, in a folder of their own, plots; those of an earlier run are replaced,
+    plots that these records cannot fill included."""
+    plots_dir = output_dir / "plots"
+    plots_dir.mkdir(parents=True, exist_ok=True)
+    for path in plots_dir.glob("*.png"):
+        path.unlink()
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     (output_dir / "drift.jsonl").write_text(lines, encoding="utf-8")
     (output_dir / "verdict.md").write_text(verdict(records) + "\n", encoding="utf-8")
     (output_dir / "summary.md").write_text(summary_markdown(records), encoding="utf-8")
     figures = all_figures(records)
-    save_figures(figures.items(), output_dir)
+    save_figures(figures.items(), plots_dir)
     report = build_report(records, title="The drift study", figures=figures)
     (output_dir / "report.html").write_text(report, encoding="utf-8")
 

@@ -20,12 +20,14 @@ from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import progress
 from scripts.drift_sources import WindowStates
+from scripts.drift_text import MIN_WINDOWS, check_calibration
 from sparse_predictor.activation_study import ActivationPoint, activation_study
 from sparse_predictor.distance_plan import spread_layers
 from sparse_predictor.distance_study import DistancePoint, distance_study
 
 Part = Literal["drift", "distance", "activation"]
 PARTS: tuple[Part, ...] = ("drift", "distance", "activation")
+PERPLEXITY_LOOKAHEADS = (0, 1, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +47,9 @@ class DriftSettings:
     """Share of neurons that count as active where sparsity by itself is measured."""
     distance_layers: int | None = None
     """Measure recall at so many layers only, evenly spaced; all by default."""
-    perplexity_lookaheads: tuple[int, ...] = (0, 1, 4, 8)
-    """Look-aheads at which predictors run in the model, too; none with 0 values."""
+    perplexity_lookaheads: tuple[int, ...] | None = None
+    """Look-aheads at which predictors run in the model, too; by default 0, 1, 4 and 8, as far as --max-lookahead goes;
+    none with 0 values."""
     perplexity_windows: int | None = None
     """Windows of the test text for that; all by default."""
     activation_windows: int | None = None
@@ -56,13 +59,15 @@ class DriftSettings:
         """ValueError for what no run could follow."""
         if not self.parts or set(self.parts) - set(PARTS):
             raise ValueError(f"--parts {' '.join(self.parts) or 'none'}: choose from {', '.join(PARTS)}")
-        # An interval is drawn over two windows or more.
-        least = {"max_lookahead": 1, "distance_layers": 1, "perplexity_windows": 2, "activation_windows": 2}
+        least = {"max_lookahead": 1, "distance_layers": 1}
+        least |= dict.fromkeys(("perplexity_windows", "activation_windows"), MIN_WINDOWS)
         for name, smallest in least.items():
             if (value := getattr(self, name)) is not None and value < smallest:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, got {value}")
-        if min(self.perplexity_lookaheads, default=0) < 0:
-            raise ValueError(f"--perplexity-lookaheads must be 0 or more, got {min(self.perplexity_lookaheads)}")
+        for lookahead in self.perplexity_lookaheads or ():
+            if not 0 <= lookahead <= self.max_lookahead:
+                allowed = f"between 0 and --max-lookahead {self.max_lookahead}"
+                raise ValueError(f"--perplexity-lookaheads must lie {allowed}, got {lookahead}")
         for name in ("mlp_density", "head_density", "activation_density"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must lie in (0, 1], got {getattr(self, name)}")
@@ -93,6 +98,8 @@ def drift_records(
     mesh = mesh or ParallelMesh.single(model.device)
     book = _Book(name, labels, environment_stamp(str(model.device)))
     parts = set(settings.parts)
+    if "distance" in parts and mesh.world_size == 1:
+        check_calibration(calibration.numel(), calibration.shape[1], model.config.hidden_size)
     if mesh.world_size > 1 and parts - {"drift"}:
         if mesh.rank == 0:
             left_out = ", ".join(sorted(parts - {"drift"}))
@@ -154,6 +161,12 @@ def _distance_points(
     lookaheads = range(min(settings.max_lookahead, num_layers - 1) + 1)
     layers = None if settings.distance_layers is None else spread_layers(num_layers, settings.distance_layers)
     middle = min(4, lookaheads[-1])
+    wanted = PERPLEXITY_LOOKAHEADS if settings.perplexity_lookaheads is None else settings.perplexity_lookaheads
+    runs = [one for one in wanted if one in lookaheads]
+    if settings.perplexity_lookaheads is not None and (beyond := sorted(set(wanted) - set(runs))):
+        logger.warning(
+            f"--perplexity-lookaheads {' '.join(map(str, beyond))}: the model has {num_layers} layers; left out"
+        )
     with progress((), "predictors at a distance", quiet=quiet, unit="step") as bar:
         return distance_study(
             model,
@@ -164,7 +177,7 @@ def _distance_points(
             mlp_density=settings.mlp_density,
             head_density=settings.head_density,
             layers=layers,
-            perplexity_lookaheads=[one for one in settings.perplexity_lookaheads if one in lookaheads],
+            perplexity_lookaheads=runs,
             perplexity_windows=settings.perplexity_windows,
             seed=seed,
             on_step=_mover(bar),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from itertools import chain
 
 import torch
@@ -12,10 +12,11 @@ from data.corpora import Side, iter_documents, parse_corpus, token_documents
 from pipeline_parallel.engine import check_same_everywhere
 from scripts.model_loading import LoadedModel
 from scripts.run_records import hash_of
+from sparse_predictor.distance_plan import TEXT_SHARES
 
 # So many times what is needed is read, and windows are taken evenly from it: neighbours are about the same things.
 SPREAD = 8
-MIN_WINDOWS = 2
+MIN_WINDOWS = 2  # of each text: an interval is drawn over windows
 
 
 def read_texts(
@@ -31,13 +32,11 @@ def read_texts(
     """(calibration, test) int64 [W, T] on the CPU (a collective call).
 
     The test side of `corpus` is measured on; predictors learn from the training side of `calibration_corpus`, or of
-    `corpus` where none is given. Where both are the same text, its first half calibrates and the other one tests.
+    `corpus` where none is given. Where both are the same text, its first part calibrates and the rest tests, in
+    proportion to what is wanted of each.
     Documents stand one after another, as in a stream, which is cut into windows. `calibration_tokens` None: nothing is
     to be calibrated, and that text is empty. ValueError for too little text.
     """
-    context = loaded.model.config.max_position_embeddings
-    if not 2 <= window <= context:
-        raise ValueError(f"--window must lie between 2 and the model's context of {context}, got {window}")
     learnt_from = calibration_corpus or corpus
     wanted = {"test": max(1, test_tokens // window)}
     if calibration_tokens is not None:
@@ -49,9 +48,11 @@ def read_texts(
     texts: dict[str, Tensor] = {}
     if calibration_tokens is None:
         texts["test"] = windows(corpus, "test", wanted["test"])
-    elif parse_corpus(corpus, side="test") == replace(parse_corpus(learnt_from, side="train"), side="test"):
+    elif parse_corpus(corpus, side="test").is_same_text(parse_corpus(learnt_from, side="train")):
         both = windows(corpus, "test", sum(wanted.values()))
-        texts |= {"calibration": both[: len(both) // 2], "test": both[len(both) // 2 :]}
+        share = len(both) * wanted["calibration"] // sum(wanted.values())
+        cut = min(max(share, MIN_WINDOWS), max(0, len(both) - MIN_WINDOWS))
+        texts |= {"calibration": both[:cut], "test": both[cut:]}
     else:
         texts["calibration"] = windows(learnt_from, "train", wanted["calibration"])
         texts["test"] = windows(corpus, "test", wanted["test"])
@@ -66,6 +67,19 @@ def read_texts(
     content = b"".join(text.numpy().tobytes() for text in texts.values())
     check_same_everywhere(loaded.mesh, f"--corpus {corpus}: the text", hash_of(content))
     return texts.get("calibration", texts["test"][:0]), texts["test"]
+
+
+def check_calibration(num_tokens: int, window: int, hidden_size: int) -> None:
+    """ValueError for less text than part distance can fit predictors on: the smallest share of it that is fitted on, in
+    whole windows, must hold a token for each of a predictor's inputs, or their covariance is singular."""
+    share, needed = TEXT_SHARES[0], math.ceil(hidden_size / window)
+    num_windows = num_tokens // window
+    if num_windows < MIN_WINDOWS or max(1, int(share * num_windows)) < needed:
+        least = window * (MIN_WINDOWS if needed == 1 else math.ceil(needed / share))
+        raise ValueError(
+            f"--calibration-tokens: {num_tokens} tokens are too few to fit predictors on; with {hidden_size} hidden "
+            f"channels and windows of {window} tokens at least {least} are needed"
+        )
 
 
 def _evenly(windows: Tensor, wanted: int) -> Tensor:

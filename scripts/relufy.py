@@ -18,6 +18,7 @@ from loguru import logger
 
 import scripts.collect
 import scripts.train
+from analysis.relufication import NAME, VARIANTS
 from analysis.results import Record, make_record
 from modules.checkpoint import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
 from modules.checkpoint_files import checkpoint_fingerprint, open_source
@@ -27,11 +28,13 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark import one_gpu
 from scripts.command_line import run_stage
 from scripts.drift_records import DriftSettings, drift_records
+from scripts.drift_text import check_calibration
 from scripts.model_loading import Dtype, model_name, resolve_device, resolve_model
 from scripts.run_records import RecordBook, selection_labels
 from scripts.trained_models import (
     finished_records,
     is_trained,
+    keep_records,
     loss_record,
     perplexity_record,
     score,
@@ -43,14 +46,6 @@ from scripts.trained_models import (
 from scripts.training_text import TextPlan, TrainingText, prepare_text
 from sparse_predictor.selection import Selection, attach_selection
 
-NAME = "relufication"
-# As records name them: the activation, and whether the model was trained on.
-VARIANTS = {
-    "silu before training": ("silu", False),
-    "relu before training": ("relu", False),
-    "silu": ("silu", True),
-    "relu": ("relu", True),
-}
 # What ReLU changes is what neurons do and how well they are predicted; drift and far look-aheads are for scripts.drift.
 SETTINGS = DriftSettings(parts=("distance", "activation"), max_lookahead=4, distance_layers=8, perplexity_lookaheads=())
 
@@ -133,6 +128,7 @@ def main(options: Options) -> list[Record]:
         seed=options.seed,
     )
     plan.check()
+    check_calibration(options.calibration_tokens, options.window, config.hidden_size)
     text = prepare_text(options.output_dir / "text", plan, quiet=options.quiet)
     book = RecordBook(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
     records = [
@@ -174,7 +170,8 @@ def run_variant(
     dtype = study_dtype(options.dtype, device)
     identity = identity_of(directory, text, training, variant)
     labels = labels_of(options, variant)
-    if (finished := finished_records(book, NAME, labels, {"training": identity})) is not None:
+    made = {"training": identity}
+    if (finished := finished_records(book, NAME, labels, made)) is not None:
         logger.info(f"{variant}: its records are in {options.output}")
         return finished
     if is_trained_on:
@@ -186,11 +183,11 @@ def run_variant(
         model = load_model(folder, dtype=dtype, device=device)
     else:
         model = with_activation(directory, activation, dtype, device)
-    loss, records = score(NAME, labels, model, text, options.test_corpus, training=identity)
+    loss, records = score(NAME, labels, model, text, options.test_corpus)
     records += drift_records(
         model, text.calibration, text.held_out, labels=labels, name=NAME, settings=SETTINGS, quiet=options.quiet
     )
-    return book.write([*records, loss])
+    return keep_records(book, [*records, loss], made)
 
 
 def with_activation(directory: Path, activation: str, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -217,7 +214,7 @@ def run_sparse(
     num_layers = load_config(folder).num_hidden_layers
     labels = {**labels_of(options, variant), **selection_labels(selection, num_layers), "batch_size": 1}
     amounts = {name: getattr(options, name) for name in ("predictor_tokens", "prompt_tokens", "decode_tokens")}
-    made: dict[str, Any] = {"training": identity, "amounts": amounts}
+    made = {"training": identity, "amounts": amounts}
     if (finished := finished_records(book, NAME, labels, made, last="tokens_per_s")) is not None:
         return finished
     train_predictors(options, text, folder, predictors, labels["dtype"])
@@ -226,7 +223,7 @@ def run_sparse(
     )
     dense = loss_record(NAME, labels, model, text.held_out)["value"]
     attach_selection(model, selection)
-    quality = perplexity_record(loss_record(NAME, labels, model, text.held_out), dense, **made)
+    quality = perplexity_record(loss_record(NAME, labels, model, text.held_out), dense)
     del model
     (timed,) = one_gpu.run(
         one_gpu.Options(
@@ -252,16 +249,14 @@ def run_sparse(
         timed["value"],
         timed["unit"],
         baseline={**timed["baseline"], "name": "dense"},
-        **made,
         **extras,
     )
-    return book.write([quality, speed])
+    return keep_records(book, [quality, speed], made)
 
 
 def train_predictors(options: Options, text: TrainingText, folder: Path, predictors: Path, dtype: str) -> None:
-    """Collect activations of a trained model and train predictors of its neurons, unless they are there."""
-    if (predictors / "manifest.json").is_file():
-        return
+    """Collect activations of a trained model and train predictors of its neurons. Both stages see by themselves whether
+    that is done, and whether what is there is of this model and these options."""
     activations = folder.with_name(f"{folder.name}-activations")
     # From the training stream: the corpora themselves also hold the text that is tested on.
     corpus = options.output_dir / "predictor-text.jsonl"

@@ -145,4 +145,5 @@ class RecordBook:
 
 
 def _identity(record: Record) -> tuple[Any, ...]:
-    return record["name"], record["metric"], record["labels"], record.get("run"), record.get("sources")
+    parts = ("name", "metric", "labels", "run", "sources", "training")
+    return tuple(record.get(part) for part in parts)

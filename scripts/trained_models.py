@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from loguru import logger
 from torch import Tensor
 
 from analysis.results import Record, make_record
+from data.bootstrap import Resampling
 from data.corpora import parse_corpus
 from data.differences import differences
 from modules.checkpoint_export import write_model
@@ -25,7 +26,6 @@ from scripts.command_line import progress
 from scripts.model_loading import Dtype, resolve_dtype
 from scripts.run_records import RecordBook
 from scripts.training_text import TrainingText
-from sparse_predictor.bootstrap import Resampling, interval_of
 
 SCORED_TOGETHER = 16  # windows
 
@@ -95,27 +95,36 @@ def finished_records(
     book: RecordBook, name: str, labels: Mapping[str, Any], made: Mapping[str, Mapping[str, Any]], *, last: str = "loss"
 ) -> list[Record] | None:
     """The records under these labels and further ones (of sparse runs only if the labels say so), if all are there: the
-    metric that is written last tells. `made`: its parts that say how they came about, such as `training`.
+    metric that is written last tells. `made`: their parts that say how they came about, such as `training`.
 
-    ValueError if they were made otherwise: new ones under the same labels would be taken for those.
+    ValueError if any of them, also of a run that was killed while it wrote, was made otherwise: new ones under the same
+    labels would be taken for those.
     """
-    there = book.find(name, labels, unknown=("num_tokens",), metric=last)
-    if not there:
-        return None
-    wanted = json.loads(json.dumps(made))  # a tuple comes back as a list
-    found = [one for part in made for one in differences(there[-1].get(part) or {}, wanted[part], "there")]
-    if found:
-        raise ValueError(
-            f"{book.path} holds records of {labels['model']} that were made otherwise: {'; '.join(found)}; choose "
-            "another --output"
-        )
-    return [
+    there = [
         one
         for one in book.known
         if one["name"] == name
         and labels.items() <= one["labels"].items()
         and one["labels"].get("method") == labels.get("method")
     ]
+    wanted = _as_read(made)
+    for one in there:
+        found = [phrase for part in wanted for phrase in differences(one.get(part) or {}, wanted[part], "there")]
+        if found:
+            raise ValueError(
+                f"{book.path} holds records of {labels['model']} that were made otherwise: {'; '.join(found)}; choose "
+                "another --output"
+            )
+    return there if any(one["metric"] == last for one in there) else None
+
+
+def keep_records(book: RecordBook, records: Sequence[Record], made: Mapping[str, Mapping[str, Any]]) -> list[Record]:
+    """Append records, as many as are not there yet, each with `made`, which says how it came about."""
+    return book.write([{**record, **_as_read(made)} for record in records])
+
+
+def _as_read(made: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return json.loads(json.dumps(made))  # a tuple comes back as a list
 
 
 def study_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
@@ -137,9 +146,10 @@ def loss_record(name: str, labels: Mapping[str, Any], model: Decoder, windows: T
     """Mean next-token loss on windows [W, T], nats, with its interval over the windows."""
     losses = -torch.stack(token_logprobs(model, windows, batch_size=SCORED_TOGETHER)).double()
     per_window, count = losses.sum(1), torch.full((len(losses),), losses.shape[1], dtype=torch.float64)
-    interval = interval_of(Resampling(len(windows), seed=0).ratios(per_window, count))
+    resampling, value = Resampling(len(windows), seed=0), float(losses.mean())
+    interval = resampling.interval(value, resampling.ratios(per_window, count))
     labels = {**labels, "num_tokens": losses.numel()}
-    return make_record(name, labels, "loss", float(losses.mean()), "nats", interval=list(interval), **extras)
+    return make_record(name, labels, "loss", value, "nats", interval=list(interval), **extras)
 
 
 def perplexity_record(loss: Record, dense_loss: float | None = None, **extras: Any) -> Record:

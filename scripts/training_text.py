@@ -30,6 +30,13 @@ HELD_OUT_EVERY = 32
 TOKENIZER_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENTS_AT_ONCE = 4096
+TOKENIZER_PARTS = (
+    *TOKENIZER_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "merges.txt",
+)
 STREAMS = ("train", "calibration", "held_out", "other")
 
 
@@ -58,8 +65,8 @@ class TextPlan:
                 )
 
     def identity(self) -> str:
-        """Twelve hex digits of this plan and the files that it reads; ValueError for text that only a model writes, or
-        that is too much to be mixed."""
+        """Twelve hex digits of this plan and of what its files hold, wherever they lie; ValueError for text that only a
+        model writes, or that is too much to be mixed."""
         files = {}
         for spec in (*self.corpora, self.other_corpus):
             corpus = parse_corpus(spec, side="train")
@@ -72,6 +79,9 @@ class TextPlan:
             files[spec] = corpus.label if corpus.path is None else file_fingerprint(corpus.path)
         named = {**asdict(self), "corpora": [files[spec] for spec in self.corpora]}
         named["other_corpus"] = files[self.other_corpus]
+        if self.tokenizer_dir is not None:
+            contents = [(path.name, hash_of(path.read_bytes())) for path in tokenizer_files(Path(self.tokenizer_dir))]
+            named["tokenizer_dir"] = hash_of(repr(contents).encode())
         return hash_of(json.dumps(named, sort_keys=True).encode())
 
 
@@ -90,14 +100,12 @@ class TrainingText:
     @property
     def tokenizer_files(self) -> list[Path]:
         """What a checkpoint gets copies of."""
-        names = (
-            *TOKENIZER_FILES,
-            "tokenizer_config.json",
-            "special_tokens_map.json",
-            "chat_template.jinja",
-            "merges.txt",
-        )
-        return [path for name in names if (path := self.tokenizer_dir / name).is_file()]
+        return tokenizer_files(self.tokenizer_dir)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What a tokenizer consists of, as far as it is there."""
+    return [path for name in TOKENIZER_PARTS if (path := folder / name).is_file()]
 
 
 def prepare_text(folder: Path, plan: TextPlan, *, quiet: bool = False) -> TrainingText:

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from data.bootstrap import Interval, Resampling, ratio
 from modules.decoder import Decoder
 from modules.sparsity import num_kept
-from sparse_predictor.bootstrap import Interval, Resampling, interval_of, ratio
 from sparse_predictor.contributions import advance_observed, largest_writers
 from sparse_predictor.lookahead_fits import chunks_of
 from sparse_predictor.selection import remove_sparsity
@@ -144,11 +144,11 @@ def _count(counts: LayerCounts, writes: Tensor, num_windows: int, top_counts: Se
 def _mean_point(metric: str, per_window: Sequence[Tensor], resampling: Resampling, **labels: float) -> ActivationPoint:
     """Of means [W] a layer, over windows of one length."""
     means = torch.stack(list(per_window)).double().cpu()
-    resampled = resampling.totals(means.mean(0)) / means.shape[1]
+    value, resampled = float(means.mean()), resampling.totals(means.mean(0)) / means.shape[1]
     return ActivationPoint(
         metric=metric,
-        value=float(means.mean()),
-        interval=interval_of(resampled),
+        value=value,
+        interval=resampling.interval(value, resampled),
         per_layer=means.mean(1).tolist(),
         labels=dict(labels),
     )
@@ -188,13 +188,13 @@ def _reuse_points(
         return ActivationPoint(
             metric=metric,
             value=value,
-            interval=interval_of(resampled),
+            interval=resampling.interval(value, resampled),
             per_layer=[per_layer.get(layer) for layer in range(len(layers))],
             labels={"density": density, **labels},
             chance=float(others.mean()),
             static=static,
             above_static=value - static,
-            above_static_interval=interval_of(resampled - by_frequency),
+            above_static_interval=resampling.interval(value - static, resampled - by_frequency),
         )
 
     points = [

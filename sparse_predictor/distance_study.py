@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.bootstrap import Interval, Resampling, ratio
 from modules.decoder import Decoder
 from modules.sparsity import Block
-from sparse_predictor.bootstrap import Interval, Resampling, interval_of, ratio
 from sparse_predictor.distance_measures import BlockMeasures, attached_losses, measure_overlaps, window_losses
 from sparse_predictor.distance_plan import BlockPlan, Setting, Study, amounts_of_text, check_choices, make_plan
 from sparse_predictor.selection import remove_sparsity
@@ -190,22 +190,26 @@ def _recall_fields(
     recall = {one: float(ratio(counts.sum(), true.sum())) for one, counts in found.items()}
     resampled = {one: resampling.ratios(counts.sum(0), true.sum(0)) for one, counts in found.items()}
     num_chosen = torch.full_like(true, float(plan.count * window))
+    precision = float(found[setting].sum() / num_chosen.sum())
     own = setting.without_distance
+    recall_drop = recall[setting] - recall[own]
     per_layer = dict(zip(layers, ratio(found[setting].sum(1), true.sum(1)).tolist(), strict=True))
     return {
         "recall": recall[setting],
-        "recall_interval": interval_of(resampled[setting]),
-        "precision": float(found[setting].sum() / num_chosen.sum()),
-        "precision_interval": interval_of(resampling.ratios(found[setting].sum(0), num_chosen.sum(0))),
+        "recall_interval": resampling.interval(recall[setting], resampled[setting]),
+        "precision": precision,
+        "precision_interval": resampling.interval(
+            precision, resampling.ratios(found[setting].sum(0), num_chosen.sum(0))
+        ),
         "predicted_density": plan.count / plan.num_units,
         "true_density": float(true.sum() / num_chosen.sum()) * plan.count / plan.num_units,
         "per_layer_recall": [per_layer.get(layer) for layer in range(num_layers)],
         "own_recall": recall[own],
-        "own_recall_interval": interval_of(resampled[own]),
-        "recall_drop": recall[setting] - recall[own],
-        "recall_drop_interval": interval_of(resampled[setting] - resampled[own]),
+        "own_recall_interval": resampling.interval(recall[own], resampled[own]),
+        "recall_drop": recall_drop,
+        "recall_drop_interval": resampling.interval(recall_drop, resampled[setting] - resampled[own]),
         "static_recall": recall[plan.static],
-        "static_recall_interval": interval_of(resampled[plan.static]),
+        "static_recall_interval": resampling.interval(recall[plan.static], resampled[plan.static]),
     }
 
 
@@ -219,7 +223,7 @@ def _perplexity_fields(
 
     def of_mean(per_window: Tensor) -> Interval:
         # Windows are equally long, so the mean of their means is the mean over tokens.
-        return interval_of(resampling.totals(per_window / len(per_window)))
+        return resampling.interval(float(per_window.mean()), resampling.totals(per_window / len(per_window)))
 
     def exponentials(interval: Interval) -> Interval:
         return math.exp(interval[0]), math.exp(interval[1])

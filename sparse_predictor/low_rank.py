@@ -63,7 +63,10 @@ class RegressionSums:
         # With C = G G', the fitted outputs' strongest directions are the top singular vectors of G^-1 cross.
         root, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed) or not bool(root.isfinite().all()):
-            raise ValueError("regression: inputs that are too few, constant or not finite; give more rows")
+            raise ValueError(
+                f"regression: inputs ({self.count:.0f} rows of {len(mean_x)}) that are too few, constant or not "
+                "finite; give more text"
+            )
         whitened = torch.linalg.solve_triangular(root, cross, upper=False)  # [D, O]
         _, vectors = torch.linalg.eigh(whitened @ whitened.T)
         left = vectors[:, -min(rank, vectors.shape[1]) :].flip(1)  # [D, R], strongest first

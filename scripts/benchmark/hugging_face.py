@@ -16,7 +16,7 @@ import torch._dynamo.exc
 from loguru import logger
 from torch import Tensor
 
-from modules.checkpoint_keys import tensor_locations
+from modules.checkpoint_export import hf_state_dict
 from modules.decoder import Decoder
 
 # A compiled model is warm once a run is no longer faster than the one before; the first compiles, the second records.
@@ -29,15 +29,7 @@ def hugging_face_model(model: Decoder, hf_config: Mapping[str, Any]) -> Any:
 
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config), dtype=model.dtype)
-    state = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    prefixes = {"embs": "", "lm_head": ""}
-    body = "model." if model.config.model_type == "llama" else "model.decoder."
-    for name, location in tensor_locations(model, model.config).items():
-        value = parameters[name].data
-        part = prefixes.get(location.part, f"layers.{location.part}.")
-        key = location.key if location.key.startswith("lm_head") else f"{body}{part}{location.key}"
-        state[key] = value.t().contiguous() if location.transposed else value
+    state = {name: value.contiguous() for name, value in hf_state_dict(model).items()}
     theirs.load_state_dict(state, strict=True, assign=True)
     # Buffers that are computed, not stored (rotary frequencies), are still without values.
     fresh = AutoModelForCausalLM.from_config(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 import pytest
 
-from analysis.drift_facts import cosine_records, lost_by_layer, studied_models
+from analysis.ablation_effects import reported_effects
+from analysis.drift_facts import compared_models, cosine_records, lost_by_layer, pooled, studied_models
 from analysis.drift_plots import plot_distance, plot_layers
 from analysis.drift_tables import study_tables
 from analysis.drift_trait_plots import plot_effects, plot_energy, plot_reuse
+from analysis.factor_effects import FACTORS
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import Record
 from analysis.tables import all_tables, summary_markdown, update_readme
-from tests.analysis.made_up_drift import lookahead_record, record, whole_study
+from tests.analysis.made_up_drift import ablation_record, lookahead_record, record, whole_study
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +149,7 @@ def test_the_tables_hold_values_with_their_intervals(study: list[Record]) -> Non
 def test_verdict_and_tables_are_in_the_report_the_summary_and_the_readme(tmp_path: Path, study: list[Record]) -> None:
     figures = {title: figure for title, figure in all_figures(study).items() if "ablation" in title}
     page = build_report(study, figures=figures)
-    assert "<strong>Does RoPE explain it?</strong>" in page and "Small-135M. Recall of neurons (density 0.5):" in page
+    assert "<strong>Does RoPE explain it?</strong>" in page and "</strong> Small-135M, closed-form predictors" in page
     assert "<h2>Drift</h2>" in page and page.count("data:image/png") == 1
     assert "**Does the norm explain it?** " in summary_markdown(study)
     readme = tmp_path / "README.md"
@@ -154,7 +157,7 @@ def test_verdict_and_tables_are_in_the_report_the_summary_and_the_readme(tmp_pat
     readme.write_text("".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in names))
     assert update_readme(readme, study) == list(names)
     once = readme.read_text()
-    assert "<!-- table:drift_verdict -->\n**Does drift explain it?** *Small-135M*." in once
+    assert "<!-- table:drift_verdict -->\n**Does drift explain it?** Small-135M, " in once
     assert "**ablation: effects**" in once and "Measured on 1 × Example GPU" in once
     update_readme(readme, study)
     assert readme.read_text() == once
@@ -162,3 +165,36 @@ def test_verdict_and_tables_are_in_the_report_the_summary_and_the_readme(tmp_pat
 
 def test_reports_of_other_records_have_no_verdict(sample_records: list[Record]) -> None:
     assert "explain" not in build_report(sample_records, figures={})
+
+
+def test_seeds_that_lack_a_model_of_the_ablation_are_in_no_curve_and_no_table() -> None:
+    kinds = list(itertools.product(*FACTORS.values()))
+    records = [
+        ablation_record("energy_share", kind, seed, 0.5 + 0.4 * seed, top_share=0.1)
+        for seed in (0, 1)
+        for kind in kinds[: len(kinds) - seed]  # of seed 1 a model of gated SiLU has not run yet
+    ]
+    assert effects_of(records) == (0,)
+    for level in ("ReLU", "gated SiLU"):
+        found = compared_models(records)[f"ablation, {level}"]
+        assert {one["labels"]["seed"] for one in found} == {0} and len(found) == 4
+        assert pooled(found, "top_share")[0.1].value == pytest.approx(0.5)
+    # Number by number: another one that all models have of both seeds keeps both.
+    zeros = [ablation_record("exact_zeros", kind, seed, 0.5) for seed in (0, 1) for kind in kinds]
+    found = compared_models([*records, *zeros])["ablation, ReLU"]
+    assert {one["labels"]["seed"] for one in found if one["metric"] == "exact_zeros"} == {0, 1}
+
+
+def effects_of(records: list[Record]) -> tuple[int, ...]:
+    """The seeds that effects are of."""
+    (found,) = reported_effects(records)
+    return found.effects.seeds
+
+
+def test_answers_of_several_paragraphs_are_paragraphs_of_the_page_and_nothing_is_stripped(study: list[Record]) -> None:
+    named = [
+        {**one, "labels": {**one["labels"], "model": "A*b*<i>"}} if one["name"] == "drift" else one for one in study
+    ]
+    page = build_report(named, figures={})
+    assert "<p><strong>Does drift explain it?</strong> A*b*&lt;i&gt;, closed-form" in page
+    assert "<p>Mean of the 16 models of the ablation, closed-form" in page

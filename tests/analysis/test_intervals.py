@@ -11,33 +11,14 @@ from analysis.intervals import (
     difference,
     mean_with_interval,
     rank_correlation,
+    share_of_gain,
     share_of_loss,
-    t_quantile,
 )
-from analysis.wording import at_most, headline, no_larger_than, with_interval
+from analysis.wording import at_most, headline, judge, no_larger_than, with_interval
 
 
 def estimate(value: float, low: float | None, high: float | None) -> Estimate:
     return Estimate(value=value, low=low, high=high)
-
-
-@pytest.mark.parametrize(
-    ("probability", "degrees_of_freedom", "printed"),
-    [
-        (0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 3, 3.182), (0.975, 4, 2.776), (0.975, 10, 2.228),
-        (0.975, 120, 1.980), (0.95, 2, 2.920), (0.995, 2, 9.925), (0.995, 5, 4.032), (0.5, 7, 0.0),
-    ],
-)  # fmt: skip
-def test_quantiles_of_t_are_those_of_the_printed_table(
-    probability: float, degrees_of_freedom: int, printed: float
-) -> None:
-    assert t_quantile(probability, degrees_of_freedom) == pytest.approx(printed, abs=6e-4)
-
-
-@pytest.mark.parametrize(("probability", "degrees_of_freedom"), [(0.4, 2), (1.0, 2), (0.975, 0)])
-def test_quantiles_that_there_are_not_are_refused(probability: float, degrees_of_freedom: int) -> None:
-    with pytest.raises(ValueError, match="no t quantile at"):
-        t_quantile(probability, degrees_of_freedom)
 
 
 def test_a_mean_of_three_has_a_t_interval_with_two_degrees_of_freedom() -> None:
@@ -63,10 +44,46 @@ def test_the_difference_of_two_estimates_adds_their_errors_in_squares() -> None:
 def test_a_share_of_a_loss_comes_from_the_far_ends_of_both_intervals() -> None:
     found = share_of_loss(estimate(0.1, 0.05, 0.15), estimate(0.3, 0.25, 0.35))
     # 0.1 / 0.4, 0.05 / 0.4, 0.15 / 0.4.
-    assert (found.value, found.low, found.high) == pytest.approx((0.25, 0.125, 0.375))
+    assert found == estimate(pytest.approx(0.25), pytest.approx(0.125), pytest.approx(0.375))
     gained = share_of_loss(estimate(-0.1, -0.15, 0.05), estimate(0.5, None, None))
-    assert (gained.value, gained.low, gained.high) == pytest.approx((-0.25, -0.15 / 0.35, 0.05 / 0.55))
-    assert share_of_loss(estimate(0.1, None, None), estimate(0.3, 0.2, 0.4)).high is None
+    assert gained == estimate(pytest.approx(-0.25), pytest.approx(-0.15 / 0.35), pytest.approx(0.05 / 0.55))
+    unmeasured = share_of_loss(estimate(0.1, None, None), estimate(0.3, 0.2, 0.4))
+    assert unmeasured is not None and unmeasured.high is None
+
+
+def test_a_share_of_a_gain_comes_from_the_far_ends_of_both_intervals() -> None:
+    found = share_of_gain(estimate(0.1, 0.05, 0.15), estimate(0.4, 0.2, 0.5))
+    # 0.1 / 0.4, 0.05 / 0.5, 0.15 / 0.2.
+    assert found == estimate(pytest.approx(0.25), pytest.approx(0.1), pytest.approx(0.75))
+    # What is certainly negative is most so of the smallest gain.
+    worse = share_of_gain(estimate(-0.1, -0.2, -0.05), estimate(0.4, 0.2, 0.5))
+    assert worse == estimate(pytest.approx(-0.25), pytest.approx(-1.0), pytest.approx(-0.1))
+
+
+@pytest.mark.parametrize(
+    ("part", "rest"),
+    [
+        ((-0.1, -0.3, 0.1), (0.3, 0.25, 0.35)),
+        ((0.1, 0.05, 0.15), (-0.02, -0.05, 0.4)),
+        ((0.0, 0.0, 0.0), (0.0, 0.0, 0.1)),
+    ],
+)
+def test_where_the_whole_may_be_nothing_there_is_no_share(
+    part: tuple[float, float, float], rest: tuple[float, float, float]
+) -> None:
+    assert share_of_loss(estimate(*part), estimate(*rest)) is None
+    assert share_of_gain(estimate(0.1, 0.05, 0.15), estimate(0.1, 0.0, 0.3)) is None
+
+
+def test_a_share_lies_within_its_interval_wherever_there_is_one() -> None:
+    numbers = (-0.2, -0.05, 0.0, 0.1, 0.3)
+    triples = [(low + 0.4 * (high - low), low, high) for low in numbers for high in numbers if low <= high]
+    shares = [share_of_loss(estimate(*part), estimate(*rest)) for part in triples for rest in triples]
+    found = [share for share in shares if share is not None]
+    assert 20 < len(found) < len(shares)
+    for share in found:
+        assert share.low is not None and share.high is not None
+        assert share.low - 1e-12 <= share.value <= share.high + 1e-12
 
 
 def test_rank_correlation_and_its_interval() -> None:
@@ -90,7 +107,8 @@ def test_rank_correlation_and_its_interval() -> None:
         ((0.01, 0.0, 0.02), (0.1, 0.0, 0.49), "no effect was found, and none that is half of what is lost lies"),
         ((0.01, 0.0, 0.02), (0.1, 0.0, 0.51), "cannot tell, the interval holds both no effect and half of what is"),
         ((-0.01, -0.02, 0.0), (-0.1, -0.2, 0.0), "no effect was found, and none that is half of what is lost lies"),
-        ((-0.01, -0.02, -0.001), (-0.1, -0.2, -0.01), "no, the change that was measured is an improvement"),
+        ((-0.01, -0.02, -0.001), (-0.1, -0.2, -0.051), "no, the change that was measured is an improvement"),
+        ((-0.01, -0.02, -0.001), (-0.1, -0.2, -0.05), "no cost was found"),
         ((0.01, 0.001, 0.02), (0.02, 0.01, 0.04), "hardly, for less than a twentieth of what is lost"),
         ((0.01, 0.001, 0.02), (0.02, 0.01, 0.05), "in part, for less than half of what is lost"),
         ((0.01, 0.001, 0.02), (0.1, 0.01, 0.49), "in part, for less than half of what is lost"),
@@ -103,6 +121,17 @@ def test_the_answer_is_no_stronger_than_both_intervals(
     loss: tuple[float, float | None, float | None], share: tuple[float, float | None, float | None], words: str
 ) -> None:
     assert words in headline(estimate(*loss), estimate(*share))
+
+
+@pytest.mark.parametrize(
+    ("loss", "judgement"),
+    [
+        ((0.01, 0.001, 0.02), "at least in part"), ((0.01, -0.001, 0.02), "open"),
+        ((-0.01, -0.02, -0.001), "no cost"), ((0.01, None, None), "unmeasured"),
+    ],
+)  # fmt: skip
+def test_without_a_share_nothing_is_said_of_it(loss: tuple[float, float | None, float | None], judgement: str) -> None:
+    assert judge(estimate(*loss), None) == judgement
 
 
 def test_ends_are_rounded_outwards_to_two_digits_of_the_width() -> None:

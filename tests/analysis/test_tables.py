@@ -11,7 +11,6 @@ from analysis.results import make_record
 from analysis.tables import (
     environment_lines,
     main_tables,
-    pivot,
     record_table,
     replace_snippets,
     summary_markdown,
@@ -110,13 +109,6 @@ def test_a_record_table_has_a_column_for_what_varies_only(sample_records: Record
     assert "phase decode" in table.caption and "batch_size 1" in table.caption
     with pytest.raises(ValueError, match="no record is named 'prefill'; there are decode, perplexity, training"):
         record_table(sample_records, "prefill")
-
-
-def test_pivot_crosses_two_labels(sample_records: Records) -> None:
-    decode = [record for record in sample_records if record["name"] == "decode"]
-    table = pivot(decode, rows=["method"], columns="mlp_density", value=lambda record: record["ratio"])
-    assert table.columns == ("method", "mlp_density 0.3", "mlp_density 0.5", "mlp_density 0.7")
-    assert table.rows == (("predictor", "2.0", "1.429", "1.111"), ("cats", "2.0", "1.429", "1.111"))
 
 
 def test_markdown_escapes_what_would_break_the_table(sample_records: Records) -> None:

@@ -72,6 +72,16 @@ def test_what_a_family_cannot_be_is_an_error(hf_config: dict[str, Any], change: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"gated_mlp": "no"}, "gated_mlp must be true or false, got 'no'"),
+        ({"norm_eps": "small"}, "norm_eps must be a number, got 'small'"),
+        ({"bos_token_id": 0.5}, "bos_token_id must be an integer or null, got 0.5"),
+        ({"eos_token_ids": "end"}, "eos_token_ids must be a list of integers, got"),
+        ({"activation": ["relu"]}, r"activation \['relu'\] is not supported"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "kind 'yarn' is not supported; supported: linear, llama3"),
+        ({"rope_scaling": {"kind": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
+        ({"rope_scaling": {"kind": "linear", "scale": 2.0}}, "rope_scaling must be null or have kind, factor and noth"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low": 1}}, "nothing else but low_freq_factor, high_freq_"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be null or have kind, factor"),
         ({"norm": "batch"}, "norm 'batch' is not supported; supported: rms, layer"),
         ({"positions": "none"}, "positions 'none' is not supported; supported: rotary, learned"),
         ({"activation": "tanh"}, "activation 'tanh' is not supported"),

@@ -1,4 +1,6 @@
-"""What later half-blocks look back to, wherever a pipeline stage begins."""
+"""What a pass carries: inputs that later half-blocks look back to, and where partial sums are left."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass, lookahead_inputs
+from modules.normalization import add_norm
 from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.selection import apply_sparsity
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -66,3 +69,28 @@ def test_inputs_are_kept_no_longer_than_they_are_needed() -> None:
             forward_pass = model.begin(ids)
             model.run_half_blocks(*model.enter(ids, forward_pass), forward_pass)
         assert [sorted(kept) for kept in forward_pass.inputs.values()] == [[1, 2] if max_lookahead else []] * 2
+
+
+class InPlace:
+    """A junction that finds partial sums in memory of its own, of which one is as good as another."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self.left = torch.empty(64, hidden_size, dtype=torch.float64)
+        self.found_in_place: list[bool] = []
+
+    def memory(self, num_tokens: int) -> Tensor:
+        return self.left[:num_tokens]
+
+    def __call__(self, partial: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        self.found_in_place.append(partial.data_ptr() == self.left.data_ptr())
+        return add_norm(partial, *arguments, **more)
+
+
+def test_partial_sums_are_left_where_a_junction_wants_them_and_anywhere_for_a_plain_function() -> None:
+    model, ids = tiny_decoder(KINDS["llama"], dtype=torch.float64), random_tokens(2, 5)
+    with torch.inference_mode():
+        assert model.begin(ids).partial_memory is None
+        expected = model(ids)
+        model.add_norm = junction = InPlace(model.config.hidden_size)
+        assert torch.equal(model(ids), expected)
+    assert junction.found_in_place == [False, *[True] * 6]

@@ -190,6 +190,21 @@ def test_what_cannot_be_trained_is_an_error(
         train_model(make(), text, TrainingOptions(**{**vars(OPTIONS), **change}))
 
 
+def test_weights_that_the_last_step_broke_are_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.optim.AdamW.step
+
+    def breaks_the_last(self: torch.optim.AdamW, *arguments: Any) -> None:
+        step(self, *arguments)
+        if self.state[self.param_groups[0]["params"][0]]["step"] == OPTIONS.steps:
+            self.param_groups[0]["params"][0].data[0, 0] = math.nan
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", breaks_the_last)
+    with pytest.raises(
+        ValueError, match="the weights are not finite at step 30; try a smaller learning rate than 0.01"
+    ):
+        train_model(whole(), repeated_text(), OPTIONS)
+
+
 @pytest.mark.parametrize("name", ["steps", "batch_windows", "window"])
 def test_impossible_options_are_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):

@@ -28,7 +28,7 @@ from pipeline_parallel.kernels.launch_shape import owned_rows
 from pipeline_parallel.mesh import ParallelMesh
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_hf_model
-from tests.pipeline_parallel.thread_operator import by_tokens, fuse, loaded
+from tests.pipeline_parallel.thread_operator import ThreadOperator, by_tokens, fuse, loaded
 from tests.pipeline_parallel.thread_ranks import on_threads
 
 
@@ -42,6 +42,20 @@ def logits_of(model: Decoder, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
         if model.is_last:
             found.append(model.logits(hidden))
     return found
+
+
+def test_the_operator_that_threads_play_has_two_memories_by_turns_as_a_workspace_has() -> None:
+    def run(mesh: ParallelMesh) -> list[bool]:
+        operator, found = ThreadOperator(mesh, 4), []
+        first, places = operator.memory(3), []
+        for _ in range(3):
+            places.append(operator.memory(3).data_ptr())
+            found.append(bool(operator.memory(3).isnan().all()))  # nobody reads what an earlier call left
+            operator(operator.memory(3).fill_(1.0), None, None, None, "one-shot", None)
+        operator.begin()
+        return [*found, places[0] == places[2] != places[1], operator.memory(3).data_ptr() == first.data_ptr()]
+
+    assert on_threads(2, 1, run) == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize("strategy_for", [by_tokens, lambda tokens: "two-shot"], ids=["by-tokens", "two-shot"])

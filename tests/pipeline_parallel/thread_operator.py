@@ -38,15 +38,17 @@ class ThreadOperator:
         self.programs: list[int | None] = []
         self.others: list[ThreadOperator] = []
         self.hidden: Tensor | None = None
-        self.left: Tensor | None = None  # where a block was asked to leave its partial sum
+        # Take turns, as a workspace's partials do; whoever reads what nobody has written reads NaN.
+        self.partials = torch.full((2, MAX_TOKENS, hidden_size), float("nan"), dtype=self.dtype)
+        self.turn = 0
         self.found_in_place: list[bool] = []
 
     def begin(self) -> None:
         self.asked.append("begin")
+        self.turn = 0
 
     def memory(self, num_tokens: int) -> Tensor:
-        self.left = torch.full((num_tokens, self.hidden_size), float("nan"))
-        return self.left
+        return self.partials[self.turn, :num_tokens]
 
     def another(self) -> "ThreadOperator":
         self.others.append(ThreadOperator(self.mesh, self.hidden_size))
@@ -65,10 +67,11 @@ class ThreadOperator:
         assert residual is None or residual.shape == (len(rows), partial.shape[1])
         self.asked.append((strategy, len(partial), len(rows)))
         self.programs.append(max_programs)
-        self.found_in_place.append(self.left is not None and self.left.data_ptr() == partial.data_ptr())
+        memory = self.memory(len(partial))
+        self.found_in_place.append(memory.data_ptr() == partial.data_ptr())
         mine = slice(rows.start, rows.stop)
         hidden, total = reference_all_reduce_norm(
-            torch.stack(self.group.ranks.exchange(self.rank, partial.float().clone()))[:, mine],
+            torch.stack(self.group.ranks.exchange(self.rank, partial.to(self.dtype, copy=True)))[:, mine],
             residual,
             None if norm is None else norm.weight,
             None if norm is None else norm.bias,
@@ -76,6 +79,8 @@ class ThreadOperator:
             kind="none" if norm is None else norm.kind,
             eps=0.0 if norm is None else norm.eps,
         )
+        memory.fill_(float("nan"))
+        self.turn = 1 - self.turn
         if strategy == "two-shot":
             hidden = torch.cat(self.group.ranks.exchange(self.rank, hidden))
         if self.hidden is None:

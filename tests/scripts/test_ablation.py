@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,11 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
     other = {"learning_rate": 1e-3, "output_dir": tmp_path / "other"}  # not taken for what is recorded, nor trained
     with pytest.raises(ValueError, match=r"relu-.* made otherwise: learning_rate is 0.002 there, 0.001 now; choose"):
         main(options(tmp_path / "cut", **other))
+    assert {record["training"]["learning_rate"] for record in records} == {0.002}
+    # Killed while it wrote: what is there of another training is not mixed with this one's.
+    (tmp_path / "killed.jsonl").write_text("".join(lines[:3]))
+    with pytest.raises(ValueError, match=r"relu-.* made otherwise: learning_rate is 0.002 there, 0.001 now; choose"):
+        main(options(tmp_path / "cut", **other, output=tmp_path / "killed.jsonl"))
     with pytest.raises(ValueError, match=r"made otherwise: mlp_density is 0.5 there, 0.2 now; choose another --output"):
         main(options(tmp_path / "cut", mlp_density=0.2))
     with pytest.raises(ValueError, match="holds another text"):
@@ -151,6 +157,23 @@ def test_documents_are_held_out_whole_and_each_token_is_somewhere(tmp_path: Path
     documents = [tuple(trained[start:stop]) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
     held = tuple(text.held_out.flatten().tolist())
     assert not any(document[:16] == held[:16] for document in documents)
+
+
+def test_a_tokenizer_that_was_moved_is_the_same_and_one_that_was_changed_is_not(tmp_path: Path) -> None:
+    flags = write_text(tmp_path, documents=10)
+    train_tokenizer(iter([" ".join(WORDS)]), 280).save_pretrained(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    sizes: dict[str, Any] = {"train_tokens": 100, "calibration_tokens": 32, "test_tokens": 32, "window": 16}
+
+    def identity(folder: str) -> str:
+        plan = TextPlan(
+            corpora=flags["corpus"], other_corpus=flags["test_corpus"], tokenizer_dir=str(tmp_path / folder), **sizes
+        )
+        return plan.identity()
+
+    assert identity("here") == identity("there")
+    train_tokenizer(iter([" ".join(WORDS[::2])]), 270).save_pretrained(tmp_path / "there")
+    assert identity("here") != identity("there")
 
 
 def test_no_more_of_the_other_text_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +223,12 @@ def test_a_tokenizer_gives_texts_back_and_frames_them() -> None:
         ({"hidden_size": 30}, "--hidden-size 30 must be an even number of channels for each of --num-attention-"),
         ({"num_attention_heads": 0}, "for each of --num-attention-heads 0"),
         ({"perplexity_windows": 1}, "--perplexity-windows must be at least 2, got 1"),
-        ({"perplexity_lookaheads": (0, -1)}, "--perplexity-lookaheads must be 0 or more, got -1"),
+        (
+            {"perplexity_lookaheads": (0, -1)},
+            "--perplexity-lookaheads must lie between 0 and --max-lookahead 2, got -1",
+        ),
+        ({"perplexity_lookaheads": (0, 3)}, "--perplexity-lookaheads must lie between 0 and --max-lookahead 2, got 3"),
+        ({"calibration_tokens": 64}, "--calibration-tokens: 64 tokens are too few to fit .* at least 256 are needed"),
     ],
 )
 def test_what_cannot_be_run_is_an_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:

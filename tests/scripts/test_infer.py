@@ -1,26 +1,21 @@
-"""`infer` from a folder on disk to the answers file, and the loading of models that every stage shares."""
+"""`infer` from a folder on disk to the answers file."""
 
 import json
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams
 from scripts.command_line import run_stage
 from scripts.infer import Options, main
-from scripts.model_loading import ModelOptions, chat_token_ids, resolve_device, resolve_model
+from scripts.model_loading import ModelOptions, chat_token_ids
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder
-
-WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(128))]
-CHAT_TEMPLATE = "{% for m in messages %}<s> {{ m['content'] }} {% endfor %}w1"
+from tests.scripts.tiny_prompts import WORDS, infer, words_folder, write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -33,27 +28,7 @@ def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokens are words."""
-    folder = tmp_path_factory.mktemp("model")
-    save_hf_folder(folder, LLAMA)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write_prompts(path: Path, *lines: dict[str, Any] | str) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
-def infer(model: Path, tmp_path: Path, *lines: dict[str, Any] | str, **options: Any) -> list[dict[str, Any]]:
-    output = tmp_path / "out.jsonl"
-    prompts = write_prompts(tmp_path / "prompts.jsonl", *lines)
-    main(Options(model=str(model), input=prompts, output=output, quiet=True, **options))
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return words_folder(tmp_path_factory.mktemp("model"))
 
 
 def test_token_ids_need_no_tokenizer(bare_folder: Path, tmp_path: Path) -> None:
@@ -141,72 +116,6 @@ def test_a_prompt_beyond_the_context_fails_alone(folder: Path, tmp_path: Path) -
     assert records[1]["token_ids"] == [] == records[1]["logprobs"] and records[1]["num_prompt_tokens"] == 65
 
 
-def test_resume_keeps_the_answers_and_completes_the_rest(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = [{"prompt": f"w{i}"} for i in range(5)]
-    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "batch_size": 1}  # to the last bit
-    whole = infer(folder, tmp_path, *lines, **options)
-    output = tmp_path / "out.jsonl"
-    complete = output.read_text().splitlines(keepends=True)
-    output.write_text("".join(complete[:2]) + complete[2][:20])
-    generated: list[int] = []
-
-    def counting_generate(model: Any, requests: list[GenerationRequest], **arguments: Any) -> Any:
-        generated.append(len(requests))
-        return generate(model, requests, **arguments)
-
-    monkeypatch.setattr("pipeline_parallel.engine.generate", counting_generate)
-    assert infer(folder, tmp_path, *lines, resume=True, **options) == whole
-    assert generated == [3]
-    assert infer(folder, tmp_path, *lines, resume=True, **options) == whole, "nothing left to do"
-    assert infer(folder, tmp_path, *lines, **options) == whole, "run twice: written anew, not appended"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"method": "oracle"}, "method is 'random' of its answers, 'oracle' now"),
-        ({"mlp_density": 0.3}, "mlp_density is 0.5 of its answers, 0.3 now"),
-        ({"sparse_phases": "all"}, "phase is 'decode' of its answers, 'all' now"),
-        ({"temperature": 0.7}, "temperature is 1.0 of its answers, 0.7 now"),
-        ({"max_new_tokens": 5}, "max_new_tokens is 4 of its answers, 5 now"),
-        ({"seed": 1}, "seed is 0 of its answers, 1 now"),
-        ({"echo": True}, "echo is False of its answers, True now"),
-        ({"dtype": "bfloat16"}, "dtype is 'float32' of its answers, 'bfloat16' now"),
-        ({"density_budget": "budget.json"}, "density_budget is None of its answers, '"),
-        ({"batch_size": 1, "overlap_tokens": 0}, None),
-    ],
-)
-def test_answers_made_with_other_options_are_not_resumed(
-    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str | None
-) -> None:
-    lines = [{"prompt": "w1 w2"}, {"prompt": "w3"}]
-    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.0, "method": "random", "dtype": "float32"}
-    infer(folder, tmp_path, *lines, **options)
-    output = tmp_path / "out.jsonl"
-    output.write_text(output.read_text().splitlines(keepends=True)[0])
-    before = output.read_bytes()
-    if "density_budget" in changes:
-        (tmp_path / "budget.json").write_text(json.dumps({"mlp": [0.4, 0.5, 0.6]}))  # the same mean
-        changes = {"density_budget": tmp_path / "budget.json"}
-    if message is None:  # how the work is cut changes nothing
-        assert len(infer(folder, tmp_path, *lines, resume=True, **options, **changes)) == 2
-        return
-    with pytest.raises(ValueError, match=f"cannot resume .*{message}.*leave out --resume to start afresh"):
-        infer(folder, tmp_path, *lines, resume=True, **{**options, **changes})
-    assert output.read_bytes() == before
-
-
-def test_answers_of_another_checkpoint_of_the_same_name_are_not_resumed(tmp_path: Path) -> None:
-    line = {"prompt_token_ids": [5, 6, 7]}
-    for seed, place in ((0, "here"), (1, "there")):
-        save_hf_folder(tmp_path / place / "model", LLAMA, seed)
-    infer(tmp_path / "here/model", tmp_path, line)
-    with pytest.raises(ValueError, match="cannot resume .*out.jsonl: checkpoint is '"):
-        infer(tmp_path / "there/model", tmp_path, line, resume=True)
-
-
 def test_sparse_runs_report_what_they_computed(folder: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "w1 w2"}, {"prompt": "w3"}]
     dense = infer(folder, tmp_path, *lines, max_new_tokens=5)
@@ -289,26 +198,3 @@ def test_a_line_that_is_not_json_is_named_with_exit_code_2(
     assert stop.value.code == 2
     assert "line 2: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such folder; give a checkpoint folder or a hub id"):
-        resolve_model(str(tmp_path / "missing"))
-    (tmp_path / "model.gguf").write_text("x")
-    with pytest.raises(ValueError, match="is a file; convert it first"):
-        resolve_model(str(tmp_path / "model.gguf"))
-    with pytest.raises(ValueError, match="no such folder, and not to be had from the hub"):
-        resolve_model("nobody/no-such-model")
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="offers 0 CUDA devices"):
-            resolve_device("cuda")
-
-
-def test_a_model_writes_the_same_varied_documents_from_a_seed(folder: Path, bare_folder: Path) -> None:
-    for model, quiet in ((folder, True), (bare_folder, True)):
-        loaded = ModelOptions(model=str(model), quiet=quiet).load()
-        first = list(islice(loaded.self_writer(quiet=True)(0), 5))
-        assert all(0 < len(document) <= 64 for document in first)
-        assert len({tuple(document) for document in first}) == 5
-        assert list(islice(loaded.self_writer(quiet=True, max_tokens=100)(0), 5)) == first
-        assert list(islice(loaded.self_writer(quiet=True)(1), 5)) != first

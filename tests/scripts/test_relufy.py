@@ -90,6 +90,16 @@ def test_speed_and_quality_of_sparse_runs_come_from_trained_predictors(
     assert all(record["baseline"]["name"] == "dense" and record["labels"]["mlp_density"] == 0.5 for record in sparse)
     monkeypatch.setattr(scripts.benchmark.one_gpu, "run", None)
     assert measured(main(chosen)) == measured(records)
+    # Where records are lost, predictors of other options are not taken for those that are asked for.
+    chosen.output.write_text("".join(json.dumps(record) + "\n" for record in records if record not in sparse))
+    for module, name in ((scripts.collect, "collect_documents"), (scripts.train, "fit_block")):
+        monkeypatch.setattr(module, name, lambda *given, **more: pytest.fail("made once more"))
+    timed = {"value": 1.0, "unit": "tokens/s", "baseline": {"name": "dense", "value": 1.0}, "achieved": None}
+    timed |= dict.fromkeys(("bytes_per_step", "achieved_gb_per_s", "ceiling_gb_per_s"))
+    monkeypatch.setattr(scripts.benchmark.one_gpu, "run", lambda given: [timed])
+    assert len(main(chosen)) == len(records)
+    with pytest.raises(FileExistsError, match=r"silu-predictors already holds predictors: densities is \[0.5\] there"):
+        main(replace(chosen, speed_densities=(0.4,)))
     # Predictors learn from the training stream, of which nothing is tested on.
     stream = np.load(tmp_path / "relufy/text/train.npy")[:300].tolist()
     windows = (tmp_path / "relufy/predictor-text.jsonl").read_text().splitlines()

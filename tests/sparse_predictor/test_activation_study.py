@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import sparse_predictor.lookahead_fits as lookahead_fits
+from data.bootstrap import Resampling
 from modules.decoder import Decoder
 from sparse_predictor.activation_study import ActivationPoint, activation_study
-from sparse_predictor.bootstrap import Resampling
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 
@@ -116,9 +116,10 @@ def test_reuse_and_what_it_is_compared_with_are_counted_over_sets(kind: str, den
         assert point.interval[0] <= point.value <= point.interval[1]
         assert point.above_static_interval is not None
         assert point.above_static_interval[0] <= point.above_static <= point.above_static_interval[1]
-        drawn = by_window @ Resampling(W, seed=0).times_drawn.T  # paired: one draw for both
-        paired = (drawn[0] / drawn[1] - drawn[2] / drawn[3]).quantile(torch.tensor([0.025, 0.975]).double())
-        assert point.above_static_interval == pytest.approx(paired.tolist())
+        resampling = Resampling(W, seed=0)
+        drawn = by_window @ resampling.times_drawn.T  # paired: one draw for both
+        paired = resampling.interval(point.above_static, drawn[0] / drawn[1] - drawn[2] / drawn[3])
+        assert point.above_static_interval == pytest.approx(paired)
     if (kind, density) == ("opt", 0.7):  # fewer neurons are above zero than the density asks for
         assert found[0].chance is not None and found[0].chance < 0.65
 

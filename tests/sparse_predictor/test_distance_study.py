@@ -11,7 +11,6 @@ import torch
 import sparse_predictor.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
-from sparse_predictor.bootstrap import Resampling, interval_of
 from sparse_predictor.distance_plan import spread_layers
 from sparse_predictor.distance_study import DistancePoint, distance_study
 from sparse_predictor.low_rank import RIDGE
@@ -132,20 +131,6 @@ def test_points_are_those_asked_for() -> None:
     assert {p.lookahead for p in far} == {0, 1, 2} and {p.lookahead for p in far if p.study == "rank"} == {0, 2}
     assert sorted({p.calibration_tokens for p in far}) == [40, 80, 160, 320]
     assert sorted({p.predictor_rank for p in far if p.block == "mlp"}) == [2, 4, 8, 16, 32]
-
-
-def test_intervals_are_percentiles_over_windows_drawn_again_and_differences_are_paired() -> None:
-    found, true = torch.tensor([30.0, 44, 25, 38, 41, 29]), torch.tensor([60.0, 70, 50, 60, 62, 55])
-    resampling = Resampling(6, seed=0)
-    rng = np.random.default_rng(1)
-    draws = rng.integers(6, size=(200_000, 6))
-    expected = np.percentile(found.numpy()[draws].sum(1) / true.numpy()[draws].sum(1), [2.5, 97.5])
-    assert interval_of(resampling.ratios(found, true)) == pytest.approx(expected, abs=0.005)
-    # A constant difference has no uncertainty when paired, whatever that of its parts.
-    halved = resampling.ratios(found, true) - resampling.ratios(found - 0.1 * true, true)
-    assert interval_of(halved) == pytest.approx((0.1, 0.1))
-    assert torch.equal(Resampling(6, seed=0).times_drawn, resampling.times_drawn)
-    assert not torch.equal(Resampling(6, seed=1).times_drawn, resampling.times_drawn)
 
 
 def test_intervals_hold_their_values() -> None:

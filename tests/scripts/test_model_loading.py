@@ -1,0 +1,36 @@
+"""What every stage shares that runs a model: finding it, and the documents that it writes by itself."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.model_loading import ModelOptions, resolve_device, resolve_model
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import save_hf_folder
+from tests.scripts.tiny_prompts import words_folder
+
+
+def test_models_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder; give a checkpoint folder or a hub id"):
+        resolve_model(str(tmp_path / "missing"))
+    (tmp_path / "model.gguf").write_text("x")
+    with pytest.raises(ValueError, match="is a file; convert it first"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(ValueError, match="no such folder, and not to be had from the hub"):
+        resolve_model("nobody/no-such-model")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="offers 0 CUDA devices"):
+            resolve_device("cuda")
+
+
+def test_a_model_writes_the_same_varied_documents_from_a_seed(tmp_path: Path) -> None:
+    save_hf_folder(tmp_path / "bare", LLAMA)  # without a tokenizer
+    for model in (words_folder(tmp_path / "words"), tmp_path / "bare"):
+        loaded = ModelOptions(model=str(model), quiet=True).load()
+        first = list(islice(loaded.self_writer(quiet=True)(0), 5))
+        assert all(0 < len(document) <= 64 for document in first)
+        assert len({tuple(document) for document in first}) == 5
+        assert list(islice(loaded.self_writer(quiet=True, max_tokens=100)(0), 5)) == first
+        assert list(islice(loaded.self_writer(quiet=True)(1), 5)) != first
