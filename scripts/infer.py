@@ -97,7 +97,7 @@ def main(options: Options) -> GenerationTimings:
             warm_up=options.warmup,
         )
     logger.info(
-        f"{len(pending)} answers in {options.output}: prefill {timings.prefill_tokens_per_s:.1f} tokens/s, "
+        f"{len(pending)} answers written to {options.output}: prefill {timings.prefill_tokens_per_s:.1f} tokens/s, "
         f"decode {timings.decode_tokens_per_s:.1f} tokens/s"
     )
     if options.method != "dense":

@@ -30,7 +30,8 @@ class Options(ModelOptions):
     output: Path
     """A .jsonl file."""
     max_tokens: int = 20_000_000
-    """Tokens of the model's own to write, the last document's being whole."""
+    """Tokens of the model's own to write, the last document's being whole. A batch is written when all of it is there:
+    what is killed earlier loses as much."""
     temperature: float = 0.9
     """1: the model's own distribution. At 0.9 what SmolLM2 writes is as hard to predict as WikiText, 3 nats a token; at
     1.0 it is garbled, at 0.8 it repeats itself."""
