@@ -181,7 +181,8 @@ class SplitPoint:
 
     num_tokens: int
     attention_programs: int
-    """Programs (thread blocks) that reduce while the other half is in attention; the rest of the GPU computes."""
+    """Programs (thread blocks) that reduce while the other half is in attention; the rest of the GPU computes. 0: the
+    copy engines (TokenWeave's files have at least 1)."""
     mlp_programs: int
     """The same, while the other half is in the MLP."""
     offset: int
@@ -220,8 +221,8 @@ def _split_point(num_tokens: int, entry: Any) -> SplitPoint:
     check_integer(offsets[0], entry[offsets[0]], (-num_tokens) // 2 + 1, (num_tokens - 1) // 2)
     return SplitPoint(
         num_tokens=num_tokens,
-        attention_programs=check_integer("attention_ctas", entry["attention_ctas"], 1),
-        mlp_programs=check_integer("mlp_ctas", entry["mlp_ctas"], 1),
+        attention_programs=check_integer("attention_ctas", entry["attention_ctas"], 0),
+        mlp_programs=check_integer("mlp_ctas", entry["mlp_ctas"], 0),
         offset=entry[offsets[0]],
     )
 

@@ -1,10 +1,9 @@
 """The residual junction of a tensor-parallel group in one operator: sum over the ranks, residual, norm.
 
 `FusedAddNorm` stands in for `ReducingAddNorm`. Where rows are owned (two-shot, see kernels/all_reduce_norm.py), a rank
-keeps only its own rows of the residual from one half-block to the next, [R, D] instead of [B, T, D]; which rows those
-are follows from the number of tokens alone, so it does not change within a forward pass, and a pipeline stage hands
-its rows to the same rank of the next stage. Hooks on the residual need all rows: collecting and the study of drift keep
-`ReducingAddNorm`.
+keeps only its own rows of the residual between half-blocks, [R, D] instead of [B, T, D]; which rows those are follows
+from the number of tokens alone, so it does not change within a forward pass, and a pipeline stage hands its rows to the
+same rank of the next one. Hooks on the residual need all rows: collecting and the drift study keep `ReducingAddNorm`.
 
 Partial sums travel in the type of the weights, half of what `ReducingAddNorm` sends: each is rounded once more.
 
@@ -15,10 +14,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from loguru import logger
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from modules.decoder import Decoder
 from modules.normalization import Norm
 from pipeline_parallel.all_reduce_choice import METHODS, TRANSPORTS, ChoiceTable, choose, find_choice_table
 from pipeline_parallel.communication import ReducingAddNorm
-from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin
+from pipeline_parallel.junction_operator import JunctionOperator, SymmetricOperator
 from pipeline_parallel.kernels.launch_shape import owned_rows
 from pipeline_parallel.kernels.transport import verify_transport
 from pipeline_parallel.kernels.workspace import (
@@ -34,7 +32,6 @@ from pipeline_parallel.kernels.workspace import (
     HIDDEN_SIZE_STEP,
     MAX_HIDDEN_SIZE,
     MAX_RANKS,
-    Workspace,
     create_workspace,
     gatherer,
     why_multicast_is_unclear,
@@ -47,105 +44,12 @@ FEW_TOKENS = 64  # where nothing was measured: up to here one-shot, beyond it tw
 StrategyFor = Callable[[int], str]  # of a number of tokens: "one-shot", "two-shot" or "nccl"
 
 
-class JunctionOperator(Protocol):
-    """Sums, adds and normalises what the ranks of a group hold. All of its calls are collective."""
-
-    rank: int
-    world_size: int
-    max_tokens: int
-    dtype: torch.dtype
-    transport: str
-
-    def begin(self) -> None:
-        """Start a forward pass."""
-        ...
-
-    def memory(self, num_tokens: int) -> Tensor:
-        """[num_tokens, D] of `dtype`: a partial sum that the next call finds there is not copied."""
-        ...
-
-    def __call__(
-        self,
-        partial: Tensor,
-        residual: Tensor | None,
-        norm: Norm | None,
-        bias: Tensor | None,
-        strategy: str,
-        max_programs: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        """partial [tokens, D]; residual float32 [tokens or R, D] -> hidden [tokens, D], good until the next call, and
-        the new residual. `max_programs`: of the device, where something runs beside."""
-        ...
-
-    def another(self) -> JunctionOperator:
-        """One more of the kind, with memory of its own, for calls that take turns with this one's."""
-        ...
-
-
-class SymmetricOperator:
-    """The kernels, over the symmetric memory of GPUs of one host."""
-
-    def __init__(self, workspace: Workspace, group: dist.ProcessGroup) -> None:
-        self.workspace, self.group = workspace, group
-        self.rank, self.world_size = workspace.rank, workspace.world_size
-        self.max_tokens, self.dtype = workspace.max_tokens, workspace.dtype
-        self.transport = workspace.transport
-
-    def begin(self) -> None:
-        """See JunctionOperator."""
-        begin(self.workspace)
-
-    def memory(self, num_tokens: int) -> Tensor:
-        """See JunctionOperator."""
-        return self.workspace.partial(num_tokens)
-
-    def __call__(
-        self,
-        partial: Tensor,
-        residual: Tensor | None,
-        norm: Norm | None,
-        bias: Tensor | None,
-        strategy: str,
-        max_programs: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        """See JunctionOperator."""
-        own, memory = None, self.memory(len(partial))
-        if partial.data_ptr() != memory.data_ptr():
-            if strategy == "one-shot" and partial.is_contiguous():
-                own = partial
-            else:
-                memory.copy_(partial)
-        return all_reduce_norm(
-            self.workspace,
-            len(partial),
-            residual,
-            None if norm is None else norm.weight,
-            None if norm is None else norm.bias,
-            bias,
-            kind="none" if norm is None else norm.kind,
-            eps=0.0 if norm is None else norm.eps,
-            strategy=strategy,
-            own=own,
-            max_programs=max_programs,
-        )
-
-    def another(self) -> SymmetricOperator:
-        """See JunctionOperator."""
-        mine = self.workspace
-        workspace = create_workspace(self.group, mine.max_tokens, mine.hidden_size, mine.dtype, mine.device)
-        if mine.transport == "p2p":  # also where multicast was there, and its sums were wrong
-            workspace.multicast_address = 0
-        verify_transport(workspace, gatherer(self.group))
-        return SymmetricOperator(workspace, self.group)
-
-
 class FusedAddNorm:
     """The residual junction through an operator where it is the fastest, else as `ReducingAddNorm`.
 
     A pass begins with the operator's `begin` where it begins with embeddings. Later stages hold whole layers, so an
     even number of junctions, after which the workspace's two partials have had equal turns.
-    `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite. `max_programs`:
-    how much of the device the operator may take, where something runs beside.
+    `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite.
     """
 
     def __init__(
@@ -160,9 +64,17 @@ class FusedAddNorm:
         self.strategy_for, self.keeps_states = strategy_for, keeps_states
         self.max_programs = max_programs
 
-    def with_operator(self, operator: JunctionOperator, max_programs: int | None) -> FusedAddNorm:
-        """The same, but for these."""
-        return FusedAddNorm(self.unfused, operator, self.strategy_for, self.keeps_states, max_programs)
+    def beside(self, max_programs: int) -> FusedAddNorm:
+        """The same, leaving room for what runs beside."""
+        return FusedAddNorm(self.unfused, self.operator, self.strategy_for, self.keeps_states, max_programs)
+
+    def of_half(self, operator: JunctionOperator) -> FusedAddNorm:
+        """For half of a split pass: rows always have owners, so that none is added up twice, and copies can do it."""
+
+        def strategy_for(num_tokens: int) -> str:
+            return "nccl" if self.strategy_for(num_tokens) == "nccl" else "two-shot"
+
+        return FusedAddNorm(self.unfused, operator, strategy_for, self.keeps_states)
 
     def __call__(
         self,

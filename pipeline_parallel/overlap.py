@@ -44,9 +44,8 @@ from pipeline_parallel.mesh import ParallelMesh
 OverlapTokens = int | Literal["auto"]
 DEFAULT_TOKENS = 1024  # where splitting begins to pay in TokenWeave
 STEP = 256  # the first half has a multiple of so many tokens: whole tiles of the matrix products
-# Of the fused junction beside a half that computes, where nothing was measured: an eighth of an H100's multiprocessors,
-# at hidden size 4096.
-DEFAULT_PROGRAMS = 32
+# Of the fused junction beside a half that computes, where nothing was measured: none, the copy engines do it.
+DEFAULT_PROGRAMS = 0
 
 
 class HalfCache(KVCache):
@@ -137,7 +136,7 @@ class Overlap:
         if not isinstance(junction, FusedAddNorm) or beside not in self.model.span:
             return junction
         measured = (DEFAULT_PROGRAMS,) * 2 if point is None else (point.attention_programs, point.mlp_programs)
-        return junction.with_operator(junction.operator, measured[beside % 2])
+        return junction.beside(measured[beside % 2])
 
     def _reduce(self, half: Half, partial: Tensor, norm: Norm | None, bias: Tensor | None, junction: AddNorm) -> None:
         """Start the junction behind what this stream has just computed.
@@ -253,10 +252,11 @@ def choose_overlap(model: Decoder, mesh: ParallelMesh, tokens: OverlapTokens) ->
 
 def split_prefills(model: Decoder, min_tokens: int, points: Sequence[SplitPoint]) -> None:
     """Split a cut model's prefills from so many tokens on (a collective call: fused, the second half gets memory)."""
-    junction = other = model.add_norm
+    junction = model.add_norm
+    junctions: tuple[AddNorm, AddNorm] = junction, junction
     if isinstance(junction, FusedAddNorm):
-        other = junction.with_operator(junction.operator.another(), None)
-    model.prefill_driver = Overlap(model, min_tokens, (junction, other), points)
+        junctions = junction.of_half(junction.operator), junction.of_half(junction.operator.another())
+    model.prefill_driver = Overlap(model, min_tokens, junctions, points)
 
 
 def split_path(device: str, ranks: int, hidden_size: int) -> Path:

@@ -1,13 +1,14 @@
 """The residual junction of a pre-norm model in one pass: add a half-block's output to the stream and normalise it.
 
-    new_residual = residual + (partial + bias)
+    new_residual = residual + (partial + bias)                  (or partial + more[0] + more[1] + ... + bias)
     hidden = norm(new_residual) * weight + norm_bias
     norm(x) = x / sqrt(mean(x^2) + eps)                         (rms: Zhang & Sennrich 2019)
     norm(x) = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) (layer: Ba et al. 2016)
     norm(x) = x, without weight and norm_bias                   (none)
 
-partial [..., D] float32, bfloat16 or float16; residual, new_residual [..., D] float32; weight, norm_bias, bias [D] of
-any of the three types; hidden [..., D] in `out_dtype`, one of the three; D <= 16384; all contiguous, row-major.
+partial [..., D] float32, bfloat16 or float16, more [P, ..., D] of the same type; residual, new_residual [..., D]
+float32; weight, norm_bias, bias [D] of any of the three types; hidden [..., D] in `out_dtype`, one of the three;
+D <= 16384; all contiguous, row-major.
 Rounding: operands are widened to float32, all sums and statistics are float32, the stream is stored in float32, and
 hidden is rounded once, at the end. One program takes one row, held in registers between the only read and the only
 write, and its launch depends on D alone: a row's numbers do not depend on how many rows there are.
@@ -42,9 +43,12 @@ def reference_add_norm(
     kind: str,
     eps: float,
     out_dtype: torch.dtype,
+    more: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch, with the kernel's arguments and rounding. The results alias neither an input nor each other."""
     total = partial.to(torch.float32, copy=True)
+    for part in () if more is None else more:
+        total = total + part.float()
     total = total if bias is None else total + bias.float()
     total = total if residual is None else residual + total
     weight = None if weight is None else weight.float()
@@ -76,12 +80,17 @@ if triton is not None:
         KIND: tl.constexpr,
         HIDDEN_SIZE: tl.constexpr,
         BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
+        more=None,  # [NUM_MORE, rows, HIDDEN_SIZE], `more_stride` elements apart
+        more_stride=0,
+        NUM_MORE: tl.constexpr = 0,
     ):
         """Row `row` of the junction, rounded to the type of `like` and widened again: float32 [BLOCK], 0 beyond."""
         columns = tl.arange(0, BLOCK)
         inside = columns < HIDDEN_SIZE
         offsets = row * HIDDEN_SIZE + columns
         total = tl.load(partial + offsets, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(NUM_MORE):
+            total += tl.load(more + part * more_stride + offsets, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
             total += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
         if residual is not None:
@@ -115,15 +124,33 @@ if triton is not None:
         bias,
         hidden,  # [rows, D], written
         new_residual,  # [rows, D] float32, written
+        more,  # [NUM_MORE, rows, D] or None
+        more_stride,  # rows * D
         eps,
         HIDDEN_SIZE: tl.constexpr,
         BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
         KIND: tl.constexpr,
+        NUM_MORE: tl.constexpr,
     ):
         """Grid: one program a row."""
         row = tl.program_id(0).to(tl.int64)
         normed = normed_row(
-            partial, residual, bias, weight, norm_bias, new_residual, eps, row, True, hidden, KIND, HIDDEN_SIZE, BLOCK
+            partial,
+            residual,
+            bias,
+            weight,
+            norm_bias,
+            new_residual,
+            eps,
+            row,
+            True,
+            hidden,
+            KIND,
+            HIDDEN_SIZE,
+            BLOCK,
+            more,
+            tl.cast(more_stride, tl.int64),
+            NUM_MORE,
         )
         columns = tl.arange(0, BLOCK)
         place = hidden + row * HIDDEN_SIZE + columns
@@ -145,20 +172,26 @@ def fused_add_norm(
     kind: str,
     eps: float,
     out_dtype: torch.dtype,
+    more: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden, new_residual) of the equation above, in fresh memory; records no gradient on a GPU.
+    """(hidden, new_residual) of the equation above, in fresh memory, or hidden in `out`; records no gradient on a GPU.
 
     The kernel on a GPU or under Triton's interpreter, else the reference. ValueError on a type, shape, device or layout
     that does not fit. Nothing here waits for the device or tunes itself: a CUDA graph can hold it.
     """
     check(partial, residual, {"weight": weight, "norm_bias": norm_bias, "bias": bias}, kind, out_dtype)
+    check_parts(partial, more, out, out_dtype)
     # Whether the kernel is interpreted was settled when it was decorated, not by today's value of the variable.
     interpreted = triton is not None and not isinstance(add_norm_kernel, triton.JITFunction)
     if triton is None and partial.is_cuda:
         warn_of_reference()
     if triton is None or not (partial.is_cuda or interpreted):
-        return reference_add_norm(partial, residual, weight, norm_bias, bias, kind=kind, eps=eps, out_dtype=out_dtype)
-    hidden = torch.empty_like(partial, dtype=out_dtype)
+        hidden, new_residual = reference_add_norm(
+            partial, residual, weight, norm_bias, bias, kind=kind, eps=eps, out_dtype=out_dtype, more=more
+        )
+        return hidden if out is None else out.copy_(hidden), new_residual
+    hidden = torch.empty_like(partial, dtype=out_dtype) if out is None else out
     new_residual = torch.empty_like(partial, dtype=torch.float32)
     if partial.numel() == 0:
         return hidden, new_residual
@@ -175,10 +208,13 @@ def fused_add_norm(
             bias,
             hidden,
             new_residual,
+            more,
+            partial.numel(),
             eps,
             HIDDEN_SIZE=hidden_size,
             BLOCK=block,
             KIND=kind,
+            NUM_MORE=0 if more is None else len(more),
             num_warps=num_warps_of(block),
         )
     return hidden, new_residual
@@ -216,3 +252,16 @@ def check(
             raise ValueError(f"{name} is on {tensor.device}, partial on {partial.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous: strides {tensor.stride()}")
+
+
+def check_parts(partial: Tensor, more: Tensor | None, out: Tensor | None, out_dtype: torch.dtype) -> None:
+    """ValueError unless further parts of the sum, and where hidden goes, fit `partial`."""
+    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
+        "more": (more, (0 if more is None else len(more), *partial.shape), partial.dtype),
+        "out": (out, tuple(partial.shape), out_dtype),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
+        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
+        if tensor is not None and (tensor.device != partial.device or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is not contiguous on {partial.device}")

@@ -9,7 +9,8 @@ or float16; D a multiple of 8 up to 16384; all contiguous.
 
 - one-shot, for few tokens: every rank adds up all rows itself and keeps the whole residual. One barrier, at entry.
 - two-shot: rank r owns rows [r * ceil(T / W), (r + 1) * ceil(T / W)): it adds up those, keeps their residual,
-  normalises them and stores hidden to all ranks. A barrier at entry and one at exit.
+  normalises them and stores hidden to all ranks. A barrier at entry and one at exit. Without a multiprocessor of its
+  own (`max_programs` 0) the copy engines move the data (copied_sums.py).
 
 Transports: peer to peer, or multimem (two-shot only, sm_90 and later, where NVLink has multicast), in which the switch
 adds up a load over all ranks and hands a store to all of them.
@@ -37,7 +38,9 @@ from torch import Tensor
 from modules.kernels.add_norm import DTYPES, KINDS, reference_add_norm
 from modules.kernels.arguments import check_tensors
 from modules.kernels.deferred_norm import dependent_launch
+from pipeline_parallel.kernels.copied_sums import copied_two_shot
 from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, launch_shape, owned_rows
+from pipeline_parallel.kernels.meeting import check_launch, is_interpreted
 from pipeline_parallel.kernels.workspace import Workspace, check_num_tokens
 
 try:
@@ -47,7 +50,6 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
     triton = None
 
 STRATEGIES = ("one-shot", "two-shot")
-BEGIN_TAG = 2**31 - 1  # that of a call is 2 * T + 1 or 2 * T + 2
 
 
 def reference_all_reduce_norm(
@@ -69,7 +71,7 @@ def reference_all_reduce_norm(
 
 if triton is not None:
     from modules.kernels.deferred_norm import wait_for_inputs
-    from pipeline_parallel.kernels.barrier import barrier, barrier_kernel, signal, wait
+    from pipeline_parallel.kernels.barrier import barrier, signal, wait
     from pipeline_parallel.kernels.multimem import load_sum, store_to_all
     from pipeline_parallel.kernels.peers import pointers_of
 
@@ -193,19 +195,19 @@ def all_reduce_norm(
     """(hidden, new_residual) of the equation above (a collective call: T, strategy and options the same on all ranks).
 
     The partial sums are what `workspace.partial(num_tokens)` held on each rank, or in one-shot `own` [T, D], float32 or
-    half precision, which this rank may give instead. hidden [T, D] lies in symmetric memory
-    and is good until the next call; new_residual is fresh: all T rows in one-shot, `owned_rows` in two-shot, of which
-    `residual` has as many. `max_programs` as in `launch_shape`. ValueError on an argument that does not fit. Nothing
-    here waits for the device or tunes itself: a CUDA graph can hold it, if what is captured starts with `begin`. Ranks
-    that differ in T or strategy are a CUDA error, not a hang.
+    half precision, which this rank may give instead. hidden [T, D] lies in symmetric memory and is good until the next
+    call; new_residual is fresh: all T rows in one-shot, `owned_rows` in two-shot, of which `residual` has as many.
+    `max_programs` as in `launch_shape`; 0, in two-shot: the copy engines move the data. ValueError on an argument that
+    does not fit. Nothing here waits for the device or tunes itself: a CUDA graph can hold it, if what is captured
+    starts with `begin`. Ranks that differ in T or strategy are a CUDA error, not a hang.
     """
     for name, value, allowed in (("kind", kind, KINDS), ("strategy", strategy, STRATEGIES)):
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
     if own is not None and strategy != "one-shot":
         raise ValueError("own: only one-shot reads what is not in the workspace yet")
-    if max_programs is not None and max_programs < 1:
-        raise ValueError(f"max_programs must be at least 1, got {max_programs}")
+    if max_programs is not None and max_programs < (0 if strategy == "two-shot" else 1):
+        raise ValueError(f"max_programs must be at least 1, in two-shot 0, got {max_programs}")
     check_num_tokens(num_tokens, workspace.max_tokens)
     two_shot = strategy == "two-shot"
     rows = owned_rows(num_tokens, workspace.rank, workspace.world_size) if two_shot else range(num_tokens)
@@ -221,13 +223,19 @@ def all_reduce_norm(
         },
         workspace.device,
     )
+    if kind == "none":
+        weight = norm_bias = None
+    if max_programs == 0:
+        new_residual = copied_two_shot(
+            workspace, num_tokens, rows, residual, weight, norm_bias, bias, kind=kind, eps=eps
+        )
+        workspace.turn = 1 - workspace.turn
+        return workspace.hidden[:num_tokens], new_residual
     programs, num_warps = launch_shape(
         num_tokens, hidden_size, workspace.world_size, strategy, workspace.num_multiprocessors, max_programs
     )
     check_launch(programs, workspace)
     new_residual = torch.empty(len(rows), hidden_size, dtype=torch.float32, device=workspace.device)
-    if kind == "none":
-        weight = norm_bias = None
     multicast = workspace.multicast_address if two_shot else 0
     hidden_start = workspace.partials.numel() * workspace.partials.itemsize
     with torch.cuda.device_of(workspace.hidden):
@@ -263,34 +271,3 @@ def all_reduce_norm(
         )
     workspace.turn = 1 - workspace.turn
     return workspace.hidden[:num_tokens], new_residual
-
-
-def begin(workspace: Workspace) -> None:
-    """Wait until every rank has come here, on the device; the next call reads the first of the two partials.
-
-    A collective call, with which a CUDA graph that holds all_reduce_norm begins, and so does whatever follows a replay.
-    """
-    check_launch(1, workspace)
-    with torch.cuda.device_of(workspace.hidden):
-        barrier_kernel[(1,)](
-            workspace.signal_pointers,
-            workspace.rank,
-            BEGIN_TAG,
-            WORLD_SIZE=workspace.world_size,
-            SIGNALS=not is_interpreted(),
-        )
-    workspace.turn = 0
-
-
-def check_launch(programs: int, workspace: Workspace) -> None:
-    """ValueError where the kernels cannot run, or not so many programs on the workspace's signal pads."""
-    if triton is None:
-        raise ValueError("triton is not installed: nothing can reduce through symmetric memory")
-    if workspace.device.type != "cuda" and not is_interpreted():
-        raise ValueError(f"the workspace is on {workspace.device}: there the kernel runs under TRITON_INTERPRET=1 only")
-    workspace.check_programs(programs)
-
-
-def is_interpreted() -> bool:
-    """Settled when the kernel was decorated, not by today's value of the variable."""
-    return not isinstance(all_reduce_norm_kernel, triton.JITFunction)

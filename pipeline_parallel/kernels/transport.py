@@ -9,7 +9,8 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin
+from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm
+from pipeline_parallel.kernels.meeting import begin
 from pipeline_parallel.kernels.workspace import Workspace
 
 ROWS_A_RANK = 4

@@ -40,10 +40,12 @@ class Workspace:
 
     rank: int
     world_size: int
+    buffers: list[Tensor]
+    """[3 * max_tokens, D] of every rank: partials, then hidden."""
     partials: Tensor
     """[2, max_tokens, D], this rank's."""
     hidden: Tensor
-    """[max_tokens, D], this rank's; it follows `partials` in the same buffer."""
+    """[max_tokens, D], this rank's."""
     partial_pointers: Tensor
     """int64 [W]: the address of every rank's `partials`."""
     hidden_pointers: Tensor
@@ -90,6 +92,15 @@ class Workspace:
         check_num_tokens(num_tokens, self.max_tokens)
         return self.partials[self.turn, :num_tokens]
 
+    def partial_of(self, rank: int, num_tokens: int) -> Tensor:
+        """[num_tokens, D]: what another rank's `partial` is, in its memory."""
+        start = self.turn * self.max_tokens
+        return self.buffers[rank][start : start + num_tokens]
+
+    def hidden_of(self, rank: int) -> Tensor:
+        """[max_tokens, D]: another rank's `hidden`, in its memory."""
+        return self.buffers[rank][NUM_PARTIALS * self.max_tokens :]
+
     def check_programs(self, programs: int) -> None:
         """ValueError if the signal pads have no room for so many programs."""
         needed = programs * self.world_size * self.signal_pad.itemsize
@@ -129,14 +140,15 @@ def create_workspace(
     with torch.cuda.device(device):
         buffer = symmetric_memory.empty((NUM_PARTIALS + 1) * max_tokens, hidden_size, dtype=dtype, device=device)
         handle = symmetric_memory.rendezvous(buffer, group)
-    assert handle.buffer_ptrs[handle.rank] == buffer.data_ptr(), "the buffer does not begin its allocation"
+    buffers = [handle.get_buffer(rank, buffer.shape, dtype) for rank in range(group.size())]
+    buffers[handle.rank] = buffer
+    assert [one.data_ptr() for one in buffers] == list(handle.buffer_ptrs), "a buffer does not begin its allocation"
     multicast_address = agreed_multicast_address(handle.multicast_ptr, gather, allowed=not asked[NO_MULTICAST])
     signal_pad = handle.get_signal_pad(handle.rank, dtype=torch.int32)
     return workspace_of(
-        buffer,
+        buffers,
         signal_pad,
         rank=handle.rank,
-        buffer_addresses=handle.buffer_ptrs,
         signal_addresses=handle.signal_pad_ptrs,
         num_multiprocessors=asked["multiprocessors"],
         multicast_address=multicast_address,
@@ -145,30 +157,31 @@ def create_workspace(
 
 
 def workspace_of(
-    buffer: Tensor,
+    buffers: list[Tensor],
     signal_pad: Tensor,
     *,
     rank: int,
-    buffer_addresses: list[int],
     signal_addresses: list[int],
     num_multiprocessors: int,
     multicast_address: int = 0,
     handle: Any = None,
 ) -> Workspace:
-    """The workspace in buffers [3 * max_tokens, D] that are mapped already."""
+    """The workspace of `rank` in buffers [3 * max_tokens, D], one a rank, that are mapped already."""
+    buffer, addresses = buffers[rank], [one.data_ptr() for one in buffers]
     max_tokens = buffer.shape[0] // (NUM_PARTIALS + 1)
     partials, hidden = buffer.split((NUM_PARTIALS * max_tokens, max_tokens))
 
-    def table(addresses: list[int]) -> Tensor:
-        return torch.tensor(addresses, dtype=torch.int64, device=buffer.device)
+    def table(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=buffer.device)
 
     return Workspace(
         rank=rank,
-        world_size=len(buffer_addresses),
+        world_size=len(buffers),
+        buffers=buffers,
         partials=partials.view(NUM_PARTIALS, max_tokens, -1),
         hidden=hidden,
-        partial_pointers=table(buffer_addresses),
-        hidden_pointers=table([address + partials.numel() * partials.itemsize for address in buffer_addresses]),
+        partial_pointers=table(addresses),
+        hidden_pointers=table([address + partials.numel() * partials.itemsize for address in addresses]),
         signal_pointers=table(signal_addresses),
         signal_pad=signal_pad,
         num_multiprocessors=num_multiprocessors,

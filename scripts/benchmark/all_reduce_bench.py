@@ -21,8 +21,9 @@ from modules.kernels.add_norm import fused_add_norm, reference_add_norm
 from modules.kernels.arguments import MAX_ROWS
 from pipeline_parallel import baseline_all_reduce
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES as OURS
-from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, begin
+from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm
 from pipeline_parallel.kernels.launch_shape import owned_rows
+from pipeline_parallel.kernels.meeting import begin
 from pipeline_parallel.kernels.workspace import create_workspace
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.timing import Timing, time_function

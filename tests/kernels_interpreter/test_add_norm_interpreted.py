@@ -34,6 +34,11 @@ def test_kernel_follows_the_equation_with_any_options(size: int, dtype: torch.dt
         cases.assert_equation_holds(inputs, kind, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", add_norm.DTYPES)
+def test_further_parts_are_added_and_the_result_goes_where_it_should(dtype: torch.dtype) -> None:
+    cases.assert_further_parts_are_added(dtype, bfloat16_truncates=True)
+
+
 def test_nan_stays_in_its_row() -> None:
     cases.assert_nan_stays_in_its_row("cpu")
 

@@ -10,7 +10,8 @@ import torch
 
 from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
-from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm, begin
+from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm
+from pipeline_parallel.kernels.meeting import begin
 from tests.pipeline_parallel.kernels import simulated_multicast
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right, handed_over
 from tests.pipeline_parallel.kernels.shared_ranks import SharedMemory, run_ranks
@@ -40,11 +41,12 @@ def run_calls(
     begins: tuple[int, ...] = (),
     slow_rank: int | None = None,
     multicast: bool = False,
+    copies: bool = False,
 ) -> None:
     """Run `calls` back to back on all ranks and check each; `begin` goes before those in `begins`.
 
     `slow_rank` comes late to every third call, and reads late, long after the others have gone on, in all of them.
-    With `multicast` every rank has a multicast address.
+    With `multicast` every rank has a multicast address; with `copies` every other two-shot call is made of copies.
     """
     memory = SharedMemory(world_size, max_tokens, hidden_size, dtype, pad_bytes=4 * world_size * MAX_PROGRAMS)
 
@@ -63,7 +65,8 @@ def run_calls(
                 time.sleep(0.03)
             own = handed_over(call, workspace, call.partial(rank, hidden_size, dtype))
             arguments = call.arguments(rank, world_size, hidden_size, dtype)
-            hidden, new_residual = all_reduce_norm(workspace, **arguments, own=own, max_programs=MAX_PROGRAMS)
+            programs = 0 if copies and call.strategy == "two-shot" and call.index % 4 < 2 else MAX_PROGRAMS
+            hidden, new_residual = all_reduce_norm(workspace, **arguments, own=own, max_programs=programs)
             results.append((hidden.clone(), new_residual))
         return results
 
@@ -97,6 +100,16 @@ def test_equation_holds_for_any_number_of_tokens(world_size: int, dtype: torch.d
     run_calls(calls, world_size, 24, dtype, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_between_two_ranks_leave_what_the_kernel_leaves(dtype: torch.dtype, tmp_path: Path) -> None:
+    counts = [count for count in token_counts(2) for _ in range(2)]
+    calls = [
+        Call(index=index, num_tokens=count, strategy="two-shot", kind=KINDS[index % 3])
+        for index, count in enumerate(counts)
+    ]
+    run_calls(calls, 2, 24, dtype, tmp_path, copies=True)
+
+
 def test_no_row_is_lost_among_many(tmp_path: Path) -> None:
     pairs = [(1025, "two-shot"), (77, "one-shot"), (77, "two-shot")]
     calls = [Call(index=index, num_tokens=count, strategy=strategy) for index, (count, strategy) in enumerate(pairs)]
@@ -128,3 +141,9 @@ def test_a_late_rank_never_sees_the_next_call(world_size: int, tmp_path: Path) -
         Call(index=index, num_tokens=count, strategy=STRATEGIES[index // 2 % 2]) for index, count in enumerate(counts)
     ]
     run_calls(calls, world_size, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=world_size - 1)
+
+
+def test_a_late_rank_never_sees_the_next_copies(tmp_path: Path) -> None:
+    counts = [1, 13, 2, 13, 1, 1, 5, 0, 3, 13, 13, 1]
+    calls = [Call(index=index, num_tokens=count, strategy="two-shot") for index, count in enumerate(counts)]
+    run_calls(calls, 2, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=1, copies=True)

@@ -12,9 +12,11 @@ from torch import Tensor
 from modules.checkpoint import random_model
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from pipeline_parallel.all_reduce_choice import SplitPoint
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.fused_junction import FusedAddNorm, SymmetricOperator, choose_all_reduce, describe_all_reduce
+from pipeline_parallel.fused_junction import FusedAddNorm, choose_all_reduce, describe_all_reduce
+from pipeline_parallel.junction_operator import SymmetricOperator
 from pipeline_parallel.kernels.workspace import require_stated_multicast
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import Overlap, choose_overlap, split_prefills
@@ -93,10 +95,13 @@ def check(kind: str, mesh: ParallelMesh) -> None:
         found = assert_same_every_time(lambda: states_of(model, ids, lengths), mesh.tp_rank, f"split, {name}")
         assert_close(found, expected, f"{kind}, split, {name}")
     model.add_norm = fused
-    split_prefills(model, 1024, ())
+    for programs in (0, 32):  # copies, and the kernel beside what computes
+        point = SplitPoint(num_tokens=2100, attention_programs=programs, mlp_programs=programs, offset=128)
+        split_prefills(model, 1024, (point,))
+        found = assert_same_every_time(lambda: states_of(model, ids, lengths), mesh.tp_rank, f"split, {programs}")
+        assert_close(found, expected, f"{kind}, split, {programs} programs")
     driver = model.prefill_driver
     assert isinstance(driver, Overlap)
-    states_of(model, ids, lengths)
     torch.cuda.synchronize()
     for half in driver.junctions:
         assert isinstance(half, FusedAddNorm) and isinstance(half.operator, SymmetricOperator)

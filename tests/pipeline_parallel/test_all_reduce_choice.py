@@ -186,7 +186,7 @@ def test_both_forms_of_the_split_files_load(tmp_path: Path) -> None:
         ),
         ({"1024": SPLIT | {"ctas": 1}}, "1024 tokens: it has no use for ctas"),
         ({"1024": {"attention_ctas": 1, "chunk_offset": 0}}, "it lacks mlp_ctas"),
-        ({"1024": SPLIT | {"mlp_ctas": 0}}, "mlp_ctas must be an integer, at least 1, not 0"),
+        ({"1024": SPLIT | {"mlp_ctas": -1}}, "mlp_ctas must be an integer, at least 0, not -1"),
         ({"1024": SPLIT | {"chunk_offset": 512}}, "chunk_offset must be an integer, from -511 to 511, not 512"),
         ({"1024": SPLIT | {"chunk_offset": -512}}, "chunk_offset must be an integer, from -511 to 511, not -512"),
         ({"5": SPLIT | {"chunk_offset": 3}}, "from -2 to 2, not 3"),

@@ -107,7 +107,7 @@ def test_halves_take_turns_and_junctions_leave_room_for_what_runs_beside(points:
             junction = model.add_norm
             assert isinstance(junction, FusedAddNorm)
             other = operator.another()
-            driver = Overlap(model, 21, (junction, junction.with_operator(other, None)), points)
+            driver = Overlap(model, 21, (junction.of_half(operator), junction.of_half(other)), points)
             order: list[Any] = []
 
             def heard(name: str, function: Any) -> Any:

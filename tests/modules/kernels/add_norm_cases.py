@@ -73,6 +73,26 @@ def assert_equation_holds(
     torch.testing.assert_close(hidden.double(), expected, rtol=rounding + 1e-5, atol=1e-5)
 
 
+def assert_further_parts_are_added(
+    dtype: torch.dtype, *, device: str = "cpu", bfloat16_truncates: bool = False
+) -> None:
+    for num_more, size in ((1, 7), (3, 576)):
+        inputs = junction_inputs((5, size), dtype, device=device)
+        more = torch.randn(num_more, 5, size).to(device, dtype)
+        around = torch.full((9, size), float("nan"), dtype=dtype, device=device)
+        options: dict[str, Any] = {"kind": "rms", "eps": EPS, "out_dtype": dtype, "more": more, "out": around[2:7]}
+        hidden, new_residual = fused_add_norm(**inputs, **options)
+        assert hidden.data_ptr() == around[2:7].data_ptr() and around[[0, 1, 7, 8]].isnan().all()
+        total = inputs["partial"].float()
+        for part in more:
+            total = total + part.float()
+        total = inputs["residual"] + (total + inputs["bias"].float())
+        torch.testing.assert_close(new_residual, total, rtol=0, atol=0)
+        rounding = torch.finfo(dtype).eps * (1 if bfloat16_truncates and dtype == torch.bfloat16 else 0.5)
+        expected = equation(total, inputs["weight"], inputs["norm_bias"], "rms")
+        torch.testing.assert_close(hidden.double(), expected, rtol=rounding + 1e-5, atol=1e-5)
+
+
 def assert_nan_stays_in_its_row(device: str) -> None:
     inputs = junction_inputs((3, 576), torch.float32, device=device)
     clean = run_poisoned(inputs, kind="layer", out_dtype=torch.float32)

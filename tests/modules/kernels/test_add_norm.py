@@ -31,6 +31,12 @@ def test_equation_holds_with_any_options(device: str, size: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_further_parts_are_added_and_the_result_goes_where_it_should(device: str, dtype: torch.dtype) -> None:
+    cases.assert_further_parts_are_added(dtype, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nan_stays_in_its_row(device: str) -> None:
     cases.assert_nan_stays_in_its_row(device)
 
@@ -63,6 +69,10 @@ def test_results_alias_neither_inputs_nor_each_other(device: str, kind: str) -> 
         ({"bias": torch.zeros(48, device="meta")}, "bias is on meta, partial on cpu"),
         ({"kind": "batch"}, "kind 'batch' is not one of rms, layer, none"),
         ({"out_dtype": torch.float64}, "out_dtype torch.float64 is not one of"),
+        ({"more": torch.zeros(2, 3, 47)}, r"more is torch.float32 \(2, 3, 47\), not torch.float32 \(2, 3, 48\)"),
+        ({"more": torch.zeros(2, 3, 48, dtype=torch.bfloat16)}, r"more is torch.bfloat16 \(2, 3, 48\), not"),
+        ({"more": torch.zeros(2, 48, 3).mT}, "more is not contiguous on cpu"),
+        ({"out": torch.zeros(3, 48, dtype=torch.bfloat16)}, r"out is torch.bfloat16 \(3, 48\), not torch.float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -71,36 +81,37 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         fused_add_norm(**{**arguments, **changes}, eps=cases.EPS)
 
 
-def compiled_ptx(hidden_size: int, kind: str) -> str:
+def compiled_ptx(hidden_size: int, kind: str, num_more: int) -> str:
     """PTX for sm_90 of bfloat16 in and out, with every argument; aligned pointers, as from torch's allocator."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     block = triton.next_power_of_2(hidden_size)
-    constants = {"HIDDEN_SIZE": hidden_size, "BLOCK": block, "KIND": kind}
+    constants = {"HIDDEN_SIZE": hidden_size, "BLOCK": block, "KIND": kind, "NUM_MORE": num_more}
     pointers = dict.fromkeys(("partial", "residual", "weight", "norm_bias", "bias", "hidden"), "*bf16")
-    signature = {**pointers, "residual": "*fp32", "new_residual": "*fp32", "eps": "fp32"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(7)}
+    signature = {**pointers, "residual": "*fp32", "new_residual": "*fp32", "more": "*bf16", "more_stride": "i32"}
+    signature |= {"eps": "fp32"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(9)}
     source = ASTSource(add_norm.add_norm_kernel, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
     options = {"num_warps": add_norm.num_warps_of(block)}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 @compiles
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(("kind", "num_more"), [("rms", 0), ("layer", 0), ("rms", 3)])
 @pytest.mark.parametrize("hidden_size", [4096, 5120, 16384])
 def test_kernel_moves_16_bytes_at_a_time_and_keeps_the_row_in_registers(
-    hidden_size: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hidden_size: int, kind: str, num_more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ptx = compiled_ptx(hidden_size, kind)
+    ptx = compiled_ptx(hidden_size, kind, num_more)
     accesses = re.findall(r"\b(ld|st)\.global(\S*)", ptx)
     assert {name for name, _ in accesses} == {"ld", "st"}
     assert all(width.endswith(".v4.b32") for _, width in accesses), set(accesses)
     # 16 elements a thread: two accesses for each of 4 bfloat16 operands, four for the float32 one. One pass, no more.
-    assert [name for name, _ in accesses].count("ld") == 4 * 2 + 4
+    assert [name for name, _ in accesses].count("ld") == (4 + num_more) * 2 + 4
     assert [name for name, _ in accesses].count("st") == 2 + 4
     assert ".local" not in ptx
 

@@ -42,12 +42,12 @@ class SharedMemory:
         """The workspace of `rank`, to be asked for in its process."""
         order = [(rank + step) % self.world_size for step in range(self.world_size)]
         mapped = {peer: self._parts(self.files[peer]) for peer in order}
-        buffer, _, pad, _ = mapped[rank]
+        _, _, pad, _ = mapped[rank]
+        buffers = [mapped[peer][0] for peer in range(self.world_size)]
         return workspace_of(
-            buffer.view(self.dtype).view(3 * self.max_tokens, self.hidden_size),
+            [buffer.view(self.dtype).view(3 * self.max_tokens, self.hidden_size) for buffer in buffers],
             pad.view(torch.int32),
             rank=rank,
-            buffer_addresses=[mapped[peer][0].data_ptr() for peer in range(self.world_size)],
             signal_addresses=[mapped[peer][2].data_ptr() for peer in range(self.world_size)],
             num_multiprocessors=132,
             handle=mapped,

@@ -12,13 +12,14 @@ import torch
 
 from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
+from pipeline_parallel.kernels import meeting
 from pipeline_parallel.kernels.all_reduce_norm import (
     STRATEGIES,
     all_reduce_norm,
-    begin,
     reference_all_reduce_norm,
 )
 from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, WARPS_A_MULTIPROCESSOR, launch_shape, owned_rows
+from pipeline_parallel.kernels.meeting import begin
 from pipeline_parallel.kernels.workspace import Workspace, workspace_of
 from tests.modules.kernels import add_norm_cases
 from tests.modules.kernels.compiled import compiles
@@ -70,9 +71,9 @@ def test_fewer_programs_can_be_asked_for_and_warps_stay() -> None:
 
 
 def workspace_on_cpu(programs: int = 64) -> Workspace:
-    buffer = torch.zeros(3 * 5, 48, dtype=torch.bfloat16)
+    buffers = [torch.zeros(3 * 5, 48, dtype=torch.bfloat16) for _ in range(2)]
     pad = torch.zeros(programs * 2, dtype=torch.int32)
-    return workspace_of(buffer, pad, rank=1, buffer_addresses=[0, 0], signal_addresses=[0, 0], num_multiprocessors=4)
+    return workspace_of(buffers, pad, rank=1, signal_addresses=[0, 0], num_multiprocessors=4)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,8 @@ def workspace_on_cpu(programs: int = 64) -> Workspace:
     [
         ({"kind": "batch"}, "kind 'batch' is not one of rms, layer, none"),
         ({"strategy": "ring"}, "strategy 'ring' is not one of one-shot, two-shot"),
-        ({"max_programs": 0}, "max_programs must be at least 1, got 0"),
+        ({"max_programs": 0}, "max_programs must be at least 1, in two-shot 0, got 0"),
+        ({"max_programs": -1, "strategy": "two-shot"}, "max_programs must be at least 1, in two-shot 0, got -1"),
         ({"num_tokens": 6}, "num_tokens 6 is not within the workspace's 0 to 5"),
         ({"num_tokens": -1}, "num_tokens -1 is not within"),
         ({"own": torch.zeros(3, 47)}, r"own \(3, 47\) is not of shape \(3, 48\)"),
@@ -111,14 +113,14 @@ def test_a_workspace_on_a_cpu_is_refused() -> None:
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "triton", None)
+    monkeypatch.setattr(meeting, "triton", None)
     with pytest.raises(ValueError, match="triton is not installed"):
         begin(workspace_on_cpu())
 
 
 @needs_triton
 def test_more_programs_than_the_pad_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "is_interpreted", lambda: True)
+    monkeypatch.setattr(meeting, "is_interpreted", lambda: True)
     vectors: dict[str, Any] = dict.fromkeys(VECTORS)
     with pytest.raises(ValueError, match="4 programs on 2 ranks need a signal pad of 32 bytes, this one has 24"):
         all_reduce_norm(workspace_on_cpu(3), 4, None, **vectors, kind="none", eps=0.0, strategy="one-shot")

@@ -28,9 +28,11 @@ class FakeSymmetricMemory:
     def rendezvous(self, buffer: Tensor, group: Any) -> Any:
         self.rendezvoused = True
         pad = torch.zeros(PAD_BYTES // 4, dtype=torch.int32)
+        self.buffers = [torch.zeros_like(buffer), buffer]
         return SimpleNamespace(
             rank=1,
-            buffer_ptrs=[4096, buffer.data_ptr()],
+            buffer_ptrs=[one.data_ptr() for one in self.buffers],
+            get_buffer=lambda rank, size, dtype: self.buffers[rank].view(size),
             signal_pad_ptrs=[8192, pad.data_ptr()],
             multicast_ptr=self.multicast_address,
             get_signal_pad=lambda rank, dtype: pad.view(dtype),
@@ -62,16 +64,20 @@ def create(patch: pytest.MonkeyPatch, memory: FakeSymmetricMemory, others: dict[
 
 
 def test_layout_and_addresses(patch: pytest.MonkeyPatch) -> None:
-    made = create(patch, FakeSymmetricMemory(0), {"multicast": False})
+    memory = FakeSymmetricMemory(0)
+    made = create(patch, memory, {"multicast": False})
+    first = memory.buffers[0].data_ptr()
     assert (made.rank, made.world_size, made.max_tokens, made.hidden_size) == (1, 2, 5, 24)
     assert made.partials.shape == (2, 5, 24) and made.hidden.shape == (5, 24)
-    assert made.partial_pointers.tolist() == [4096, made.partials.data_ptr()]
-    assert made.hidden_pointers.tolist() == [4096 + 2 * 5 * 24 * 2, made.hidden.data_ptr()]
+    assert made.partial_pointers.tolist() == [first, made.partials.data_ptr()]
+    assert made.hidden_pointers.tolist() == [first + 2 * 5 * 24 * 2, made.hidden.data_ptr()]
     assert made.signal_pointers.tolist() == [8192, made.signal_pad.data_ptr()]
     assert made.signal_pad_bytes == PAD_BYTES
     assert made.partial(3).data_ptr() == made.partials.data_ptr()
     made.turn = 1
     assert made.partial(3).data_ptr() == made.partials[1].data_ptr()
+    assert made.partial_of(0, 3).data_ptr() == first + 5 * 24 * 2 and made.partial_of(0, 3).shape == (3, 24)
+    assert made.hidden_of(0).data_ptr() == made.hidden_pointers[0] and made.hidden_of(0).shape == (5, 24)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +163,10 @@ def test_a_partial_that_does_not_fit_is_refused(patch: pytest.MonkeyPatch, num_t
 def test_multimem_is_kept_only_if_its_sums_are_right_everywhere(
     monkeypatch: pytest.MonkeyPatch, error: float, peer_is_right: bool, transport_name: str
 ) -> None:
-    buffer = torch.zeros(15, 24, dtype=torch.bfloat16)
     made = workspace_of(
-        buffer,
+        [torch.zeros(15, 24, dtype=torch.bfloat16) for _ in range(2)],
         torch.zeros(64, dtype=torch.int32),
         rank=0,
-        buffer_addresses=[buffer.data_ptr(), 0],
         signal_addresses=[0, 0],
         num_multiprocessors=132,
         multicast_address=65536,
