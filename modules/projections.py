@@ -17,7 +17,7 @@ def project(states: Tensor, weight: Tensor, memory: Tensor | None = None) -> Ten
     """
     if memory is not None:
         return torch.mm(states.flatten(0, -2), weight, out=memory).unflatten(0, states.shape[:-1])
-    if states.is_cuda and states.dtype.itemsize == 2 and not torch.is_grad_enabled():
+    if states.is_cuda and states.dtype == weight.dtype and states.dtype.itemsize == 2 and not torch.is_grad_enabled():
         return torch.mm(states.flatten(0, -2), weight, out_dtype=torch.float32).unflatten(0, states.shape[:-1])
     return torch.matmul(states, weight)
 

@@ -94,3 +94,15 @@ def test_partial_sums_are_left_where_a_junction_wants_them_and_anywhere_for_a_pl
         model.add_norm = junction = InPlace(model.config.hidden_size)
         assert torch.equal(model(ids), expected)
     assert junction.found_in_place == [False, *[True] * 6]
+
+
+@pytest.mark.cuda
+def test_float32_weights_can_be_run_in_half_precision_by_autocast() -> None:
+    """As refinement does; without gradients too, where half-precision weights have a product of their own."""
+    model = tiny_decoder(KINDS["llama"]).to("cuda")
+    tokens = random_tokens(2, 9).to("cuda")
+    with torch.no_grad():
+        expected = model.logits(model(tokens))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found = model.logits(model(tokens))
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.1)
