@@ -45,6 +45,7 @@ class ReportedEffects:
 def reported_effects(records: Sequence[Record]) -> list[ReportedEffects]:
     """All outcomes that the ablation's records hold; first recall of neurons, which the verdict is about."""
     ablation = [record for record in records if record["name"] == "ablation"]
+    ablation += _about_the_true_sets(ablation)
     found = []
     for title, outcome in [*_prediction_outcomes(ablation), *_trait_outcomes(ablation)]:
         effects = factor_effects(ablation, outcome)
@@ -60,6 +61,8 @@ def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outco
         ("recall", "recall of {units} at density {density:g}, look-ahead {lookahead}"),
         ("recall_drop", "recall of {units} lost to look-ahead {lookahead}"),
         ("perplexity", "ln(perplexity / dense) with sparse {units}, look-ahead {lookahead}"),
+        ("gain_share", "share of what always the same {units} miss that is found, look-ahead {lookahead}"),
+        ("true_density", "{units} that are to be found"),
     ):
         for block, units in BLOCKS.items():
             studied = [
@@ -82,3 +85,21 @@ def _trait_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outcome]]:
             if chosen(records, metric, **labels):
                 yield title, Outcome(metric=metric, labels=tuple(labels.items()))
                 break
+
+
+def _about_the_true_sets(records: Sequence[Record]) -> list[Record]:
+    """Of recalls, records of how many units the true set holds, and of what of the rest is found where the same units
+    for every token have some of it: recalls of true sets of different sizes are compared with that beside them."""
+    found = []
+    for record in records:
+        if record["metric"] != "recall" or record["labels"].get("study") != "lookahead":
+            continue
+        if (
+            record.get("true_density") is not None and record["labels"]["block"] == "mlp"
+        ):  # groups of heads have no zeros
+            found.append({**record, "metric": "true_density", "value": record["true_density"], "interval": None})
+        baseline = record.get("baseline") or {}
+        if baseline.get("name") == "static" and baseline["value"] < 1.0:
+            share = (record["value"] - baseline["value"]) / (1.0 - baseline["value"])
+            found.append({**record, "metric": "gain_share", "value": share, "interval": None})
+    return found

@@ -119,7 +119,7 @@ def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     """Each record with the names of its variant and of its series.
 
     What was run is named alike at every density and on every task; how it was scored only where two rows of a table
-    differ in nothing else.
+    differ in nothing else. A recipe is named also where it is alone: without its name it would pass for the default.
     """
     settings: dict[tuple[Any, ...], list[Record]] = {}
     cells: dict[tuple[Any, ...], list[Record]] = {}
@@ -137,6 +137,7 @@ def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     for record in records:
         labels = record["labels"]
         differing = [name for name in _differing(settings[setting_of(record)]) if name not in CONDITION_LABELS]
+        differing = sorted({*differing, *(["recipe"] if labels.get("recipe") is not None else [])})
         if record["name"] == "perplexity":
             differing += [name for name in _differing(cells[cell_of(record)]) if name in CONDITION_LABELS]
         told = [f"{name} {labels[name]}" for name in differing if labels.get(name) is not None]

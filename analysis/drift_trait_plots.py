@@ -55,6 +55,12 @@ def plot_rank_and_text(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
+def model_style(i: int) -> tuple[str, str, str]:
+    """Colour, marker and dash of the i-th model: dashed where the colours begin again."""
+    turn, place = divmod(i, len(SERIES_COLOURS))
+    return SERIES_COLOURS[place], MARKERS[(place + turn) % len(MARKERS)], ("-", "--", "-.")[turn % 3]
+
+
 def plot_energy(records: Sequence[Record]) -> Figure | None:
     """How much of the MLP's output the largest neurons hold, a line a model; of the ablation one an activation."""
     lines = {}
@@ -67,9 +73,8 @@ def plot_energy(records: Sequence[Record]) -> Figure | None:
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     axes = figure.add_subplot()
     for i, (name, estimates) in enumerate(lines.items()):
-        colour, marker = SERIES_COLOURS[i % len(SERIES_COLOURS)], MARKERS[i % len(MARKERS)]
         shown = {100 * share: estimate for share, estimate in estimates.items()}
-        draw_estimates(axes, shown, name, colour, marker, scale=100)
+        draw_estimates(axes, shown, name, *model_style(i), scale=100)
     right = max(100 * max(estimates) for estimates in lines.values())
     axes.plot([0, right], [0, right], color="#7F7F7F", linestyle=":", linewidth=1, label="all alike")
     finish(axes, "largest neurons of each token (%)", "energy of the MLP's output (%)")
@@ -93,7 +98,7 @@ def plot_reuse(records: Sequence[Record]) -> Figure | None:
     figure = Figure(figsize=(1.0 + 3.8 * len(metrics), 3.6), layout="constrained")
     all_axes = dict(zip(metrics, figure.subplots(1, len(metrics), squeeze=False)[0], strict=True))
     for i, (name, by_metric) in enumerate(models.items()):
-        style = {"color": SERIES_COLOURS[i % len(SERIES_COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = dict(zip(("color", "marker", "linestyle"), model_style(i), strict=True))
         for metric, axes in all_axes.items():
             found = by_metric[metric]
             if metric == "reuse_tokens":
@@ -101,7 +106,8 @@ def plot_reuse(records: Sequence[Record]) -> Figure | None:
                 axes.set_xlabel("layer")
             else:
                 line = {distance: each.value for distance, each in pooled(found, "lookahead").items()}
-            axes.plot(list(line), [100 * share for share in line.values()], label=name, markersize=4, **style)
+            shares = [100 * share for share in line.values()]
+            axes.plot(list(line), shares, label=name, markersize=4, **style)
             known = [record["baseline"]["value"] for record in found if record.get("baseline")]
             if known:
                 axes.axhline(100 * sum(known) / len(known), color=style["color"], linestyle=":", linewidth=1)

@@ -227,6 +227,18 @@ def test_a_factor_paragraph_holds_the_effect_its_interval_and_the_largest_intera
     assert "No effect was found on recall of neurons lost to look-ahead 4 (at most 0.25 points)." in found[QUESTIONS[3]]
 
 
+def test_true_sets_of_different_sizes_are_told_beside_their_recalls() -> None:
+    recalls = [
+        {**each, "true_density": 0.5 if each["labels"]["activation"] == "silu gated" else 0.3,
+         "baseline": {"name": "static", "value": each["value"] - 0.1 * (1 - each["value"]) / 0.9}}
+        for each in ablation({"activation": -0.1}, noise=0.001)
+    ]  # fmt: skip
+    told = texts(recalls)[QUESTIONS[1]]
+    assert "neurons that are to be found: +20 points [+20, +20]" in told
+    # (recall - static) / (1 - static) = 0.1 by construction, whatever the recall.
+    assert "No effect was found on share of what always the same neurons miss that is found, look-ahead 1" in told
+
+
 def test_one_seed_or_a_factor_that_does_not_vary_cannot_tell() -> None:
     one_seed = texts(ablation({"norm": -0.3}, seeds=1))
     assert one_seed[QUESTIONS[3]].startswith("One measurement has no interval, so these records cannot tell.")
