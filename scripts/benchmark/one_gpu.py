@@ -20,6 +20,7 @@ from modules.decode_graphs import can_capture
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.mesh import ParallelMesh
+from scripts.benchmark.bare_replays import bare_step_ms
 from scripts.benchmark.decoding_check import REPORTED, SHALLOW, SHALLOW_HALF, SHALLOW_LAYERS, DecodingCheck, Limits
 from scripts.benchmark.engine import NUM_CHECKED, bytes_of_weights, echoed, measure, release
 from scripts.benchmark.forced_decoding import forced_likelihood
@@ -144,6 +145,8 @@ def run(options: Options) -> list[Record]:
         )
         extras = moved.to_record(speeds[size] / size, ceiling)
         extras |= quality_extras(check, size, perplexities, subject)
+        extras |= {"step_ms": 1000.0 * size / speeds[size]}
+        extras |= {"bare_step_ms": bare_step_ms(model, batches[size], options.repetitions)}
         compared = {name: values[size] for name, values in baselines.items() if size in values}
         for name, value in compared.items() or [("", 0.0)]:
             records.append(
@@ -286,8 +289,10 @@ def line(record: Record) -> str:
     labels, baseline = record["labels"], record["baseline"]
     ratio = f", {record['ratio']:.2f}x {baseline['name']}" if baseline else ""
     quality = f", perplexity {record['perplexity']:.2f}" if "perplexity" in record else ""
+    bare = record["bare_step_ms"]
+    alone = f", {record['step_ms']:.3f} ms a step, its graph alone {bare:.3f}" if bare is not None else ""
     return (
         f"{labels.get('shape') or labels.get('model')} {labels['method']} batch {labels['batch_size']}: "
         f"{record['value']:.1f} tokens/s, {record['achieved_gb_per_s']:.0f} GB/s, "
-        f"{100 * record['share_of_ceiling']:.0f} % of the ceiling{ratio}{quality}; achieved {record['achieved']}"
+        f"{100 * record['share_of_ceiling']:.0f} % of the ceiling{ratio}{alone}{quality}; achieved {record['achieved']}"
     )

@@ -1,0 +1,63 @@
+"""Bare replays are the steps of a generation: the same tokens, of the same prompts."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modules import decode_graphs
+from modules.generation import generate
+from modules.requests import GenerationRequest
+from scripts.benchmark import bare_replays
+from scripts.benchmark.bare_replays import bare_step_ms
+from tests.modules.played_graphs import play_graphs
+from tests.modules.tiny_kinds import LLAMA, random_tokens
+from tests.modules.tiny_models import tiny_decoder
+from tests.scripts.benchmark.test_forced_decoding import sparse_model
+
+
+class WallEvent:
+    """A device event where there is no device."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.time_s = 0.0
+
+    def record(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def elapsed_time(self, later: "WallEvent") -> float:
+        return 1000.0 * (later.time_s - self.time_s)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_last_token_is_that_of_the_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sparse: bool
+) -> None:
+    model = sparse_model(tmp_path) if sparse else tiny_decoder(LLAMA, dtype=torch.float64)
+    requests = [GenerationRequest(prompt_token_ids=row, max_new_tokens=9) for row in random_tokens(2, 7).tolist()]
+    expected = [result.token_ids for result in generate(model, requests, eos_token_ids=())]
+    made: list[Any] = []
+
+    class Kept(decode_graphs.DecodeGraphs):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    play_graphs(monkeypatch)
+    monkeypatch.setattr(bare_replays, "DecodeGraphs", Kept)
+    monkeypatch.setattr(bare_replays, "can_capture", lambda model: True)
+    monkeypatch.setattr(torch.cuda, "Event", WallEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found = bare_step_ms(model, requests, repetitions=2)
+    assert found is not None and found > 0.0
+    (step,) = made[0]._steps.values()
+    # Eight steps follow the prefill's token; the last has left its choice as the next one's input.
+    assert step.inputs[decode_graphs._TOKEN].tolist() == [token_ids[-1] for token_ids in expected]
+    assert step.inputs[decode_graphs._LENGTH].tolist() == [7 + 8] * 2
+
+
+def test_where_steps_are_no_graphs_there_is_no_number() -> None:
+    requests = [GenerationRequest(prompt_token_ids=[3, 4], max_new_tokens=2)]
+    assert bare_step_ms(tiny_decoder(LLAMA), requests, repetitions=1) is None
