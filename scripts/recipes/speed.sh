@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The README's tables of speed, measured anew: bash scripts/recipes/speed.sh OUTPUT_DIR
+# On one GPU decoding and one MLP; with NUM_GPUS=N, N of 2 or more, also the all-reduce and what the GPUs do together.
+# Variables: NUM_GPUS (1); STEPS, some of the names below; TUNED, where --tune writes its choice file (OUTPUT_DIR).
+# A step that is done is not run again; one that fails does not stop the next, and is named at the end.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/usage.sh
+source scripts/presets.sh
+
+out="${1:?where to write the records}" num_gpus="${NUM_GPUS:-1}"
+one_gpu=(llama-3.2-3b llama-3.1-8b opt-6.7b density-1 baselines kernels)
+many_gpus=(stress tune communication cut-8b cut-70b prefill splits)
+steps=("${one_gpu[@]}")
+if [ "$num_gpus" -gt 1 ]; then steps+=("${many_gpus[@]}"); fi
+if [ -n "${STEPS:-}" ]; then read -ra steps <<<"$STEPS"; fi
+mkdir -p "$out"
+
+# `decode FLAGS...` on one GPU, `together STAGE FLAGS...` on all of them.
+decode() { NUM_GPUS=1 run_python benchmark.decode --output "$out/decode.jsonl" "$@"; }
+together() { NUM_GPUS="$num_gpus" run_python "benchmark.$1" "${@:2}"; }
+predictor=(--method predictor --lookahead 1 --standin-rank 0)
+
+measure() {
+    case "$1" in
+    llama-3.2-3b)
+        decode --shape llama-3.2-3b "${predictor[@]}" --mlp-density 0.25 --batch-size 1 4 8 &&
+            decode --shape llama-3.2-3b --baseline hf-compiled --batch-size 1 4 8
+        ;;
+    llama-3.1-8b) decode --shape llama-3.1-8b "${predictor[@]}" --mlp-density 0.25 && decode --shape llama-3.1-8b ;;
+    opt-6.7b)
+        decode --shape opt-6.7b "${predictor[@]}" --mlp-density 0.1 --head-density 0.5 --baseline hf-compiled --batch-size 1 4 8 &&
+            decode --shape opt-6.7b --batch-size 1 4 8
+        ;;
+    density-1)
+        decode --shape llama-3.2-3b "${predictor[@]}" --mlp-density 1.0 &&
+            decode --shape opt-6.7b "${predictor[@]}" --mlp-density 1.0
+        ;;
+    baselines)
+        decode --shape llama-3.2-3b --method cats --mlp-density 0.25 &&
+            decode --shape llama-3.2-3b --method teal --mlp-density 0.5
+        ;;
+    kernels)
+        for shape in llama-3.2-3b llama-3.1-8b opt-6.7b; do
+            NUM_GPUS=1 run_python benchmark.kernels --shape "$shape" --density 1.0 0.85 0.5 0.25 0.1 --output "$out/kernels.jsonl" || return
+        done
+        ;;
+    stress) together communication --stress --output "$out/communication.jsonl" ;;
+    tune) together communication --tune --output "${TUNED:-$out/choices.json}" ;;
+    communication) together communication --output "$out/communication.jsonl" ;;
+    cut-8b | cut-70b)
+        local shape=llama-3.1-8b
+        if [ "$1" = cut-70b ]; then shape=llama-3.1-70b-8-layers; fi
+        together decode --shape "$shape" --tp-size "$num_gpus" --batch-size 1 16 --output "$out/engine.jsonl"
+        ;;
+    prefill) together prefill --tp-size "$num_gpus" --batch-size 2 4 8 16 --output "$out/engine.jsonl" ;;
+    splits) together prefill --tp-size "$num_gpus" --tune-splits --output "$out/splits.json" ;;
+    *)
+        echo "error: STEPS: $1 is not one of ${one_gpu[*]} ${many_gpus[*]}" >&2
+        return 2
+        ;;
+    esac
+}
+
+failed=()
+for step in "${steps[@]}"; do
+    if [ -e "$out/$step.done" ]; then continue; fi
+    if measure "$step"; then touch "$out/$step.done"; else failed+=("$step"); fi
+done
+if [ "${#failed[@]}" -gt 0 ]; then
+    echo "error: not measured: ${failed[*]} (the others are in $out)" >&2
+    exit 1
+fi

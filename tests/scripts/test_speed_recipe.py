@@ -1,0 +1,57 @@
+"""The recipe of the speed tables: every command it runs is one that its stage takes; what is done is not done again."""
+
+import importlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import tyro
+
+import scripts.infer
+
+STUB = """#!/usr/bin/env bash
+printf '%s\\n' "$*" >>calls
+case "$*" in *${FAILS:-nothing}*) exit 3 ;; esac
+"""
+
+
+def speed(checkout: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The recipe in a checkout of shell files alone, and the commands that it ran."""
+    shell = Path(scripts.infer.__file__).parent
+    (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
+    for name in ("presets.sh", "usage.sh", "recipes/speed.sh"):
+        shutil.copy(shell / name, checkout / "scripts" / name)
+    (checkout / "stub").write_text(STUB)
+    (checkout / "stub").chmod(0o755)
+    (checkout / "calls").write_text("")
+    environment = {**os.environ, "PYTHON": str(checkout / "stub"), **variables}
+    command = ["bash", str(checkout / "scripts/recipes/speed.sh"), "out"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done, (checkout / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_every_command_is_one_that_its_stage_takes(tmp_path: Path, num_gpus: int) -> None:
+    done, calls = speed(tmp_path, NUM_GPUS=str(num_gpus))
+    assert done.returncode == 0, done.stderr
+    started = [call for call in calls if call.startswith("-m torch.distributed.run")]
+    assert len(started) == (7 if num_gpus == 2 else 0)
+    assert all(f"--nproc-per-node {num_gpus} " in call for call in started)
+    for call in calls:
+        name, *flags = call.rpartition("-m scripts.")[2].split()
+        options = tyro.cli(importlib.import_module(f"scripts.{name}").Options, args=flags)
+        assert options.output.parent.name == "out"
+    again, calls = speed(tmp_path, NUM_GPUS=str(num_gpus))
+    assert again.returncode == 0 and calls == []
+
+
+def test_a_step_that_fails_is_named_and_the_others_are_run(tmp_path: Path) -> None:
+    done, calls = speed(tmp_path, STEPS="kernels baselines", FAILS="kernels")
+    assert done.returncode == 1 and "not measured: kernels (the others are in out)" in done.stderr
+    assert len(calls) == 1 + 2
+    done, calls = speed(tmp_path, STEPS="kernels baselines")
+    assert done.returncode == 0 and len(calls) == 3 and all("benchmark.kernels" in call for call in calls)
+    unknown, _ = speed(tmp_path, STEPS="cooking")
+    assert unknown.returncode == 1 and "STEPS: cooking is not one of llama-3.2-3b" in unknown.stderr
