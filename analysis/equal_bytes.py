@@ -20,8 +20,8 @@ from analysis.results import Record
 NAME = "equal_bytes"
 LOW, HIGH = 0.3, 0.7
 SHOWN_BYTES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
-# Oracle knows the outputs that it saves, so it is a bound and not a method; dense reads everything.
-NOT_RIVALS = ("dense", "oracle")
+# Oracle knows the outputs that it saves, and random knows nothing: bounds, not methods. Dense reads everything.
+NOT_RIVALS = ("dense", "oracle", "random")
 SAME_TEXT = ("dtype", "num_tokens", "window", "stride")
 TOLERANCE = 1e-9
 SAME_BYTES = 5e-4  # how many neurons are kept is rounded, so a density of 0.3 may read 0.3001
@@ -186,7 +186,7 @@ def statement(curves: Sequence[Curve], axis: Axis = MLP_BYTES) -> str:
     limits = [_limits(curves, method) for method in _methods(curves)]
     known = [limit for limit in limits if limit]
     closing = f" Not measured: {', '.join(known)}." if known else ""
-    return "; ".join(text) + f".{closing} Interpolated on a logarithmic scale; oracle, a bound, is left out."
+    return "; ".join(text) + f".{closing} Interpolated on a logarithmic scale; oracle and random, bounds, are left out."
 
 
 def _single_points(curves: Sequence[Curve]) -> list[tuple[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,9 +205,9 @@ def replace_snippets(text: str, snippets: Mapping[str, str]) -> tuple[str, list[
     return text, replaced
 
 
-def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> list[str]:
+def update_readme(path: str | os.PathLike[str], records: Sequence[Record], only: Collection[str] = ()) -> list[str]:
     """Rewrites the tables, and the drift study's verdict (`drift_verdict`), between the markers of a Markdown file from
-    records; returns their names."""
+    records; returns their names. `only`: no others than these (ValueError if one cannot be made of the records)."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
@@ -219,6 +219,9 @@ def update_readme(path: str | os.PathLike[str], records: Sequence[Record]) -> li
         snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
     if answered := verdict(records):
         snippets[drift_tables.VERDICT_NAME] = answered
+    if unknown := [name for name in only if name not in snippets]:
+        raise ValueError(f"tables {', '.join(unknown)}: these records make {', '.join(snippets) or 'none'}")
+    snippets = {name: snippet for name, snippet in snippets.items() if not only or name in only}
     text, replaced = replace_snippets(path.read_text(encoding="utf-8"), snippets)
     if not replaced:
         markers = ", ".join(f"<!-- table:{name} -->" for name in snippets)

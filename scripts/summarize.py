@@ -32,6 +32,8 @@ class SummarizeOptions:
     """Title of the report."""
     readme: Path | None = None
     """A Markdown file whose tables between `<!-- table:NAME -->` and `<!-- /table:NAME -->` are rewritten."""
+    tables: tuple[str, ...] = ()
+    """Of --readme: rewrite only the tables of these names."""
     quiet: bool = False
     """No progress bars, only warnings."""
 
@@ -49,7 +51,7 @@ def main(options: SummarizeOptions) -> None:
     report = output_dir / "report.html"
     report.write_text(build_report(records, title=options.title, figures=figures), encoding="utf-8")
     if options.readme is not None:
-        logger.info(f"{options.readme}: rewrote {', '.join(update_readme(options.readme, records))}")
+        logger.info(f"{options.readme}: rewrote {', '.join(update_readme(options.readme, records, options.tables))}")
 
     tables = all_tables(records)
     quality = [table for name in QUALITY_TABLES for table in tables.get(name, ())]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,25 @@ def test_the_readme_is_rewritten_and_a_second_run_changes_nothing(
     assert {path.name: path.read_bytes() for path in (*tmp_path.glob("out/*"), readme)} == first
     assert "| predictor |" in readme.read_text()
     assert "report: " in capsys.readouterr().out
+
+
+def test_only_the_named_tables_are_rewritten(
+    tmp_path: Path, sample_records: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, readme = tmp_path / "results.jsonl", tmp_path / "README.md"
+    for record in sample_records:
+        append_record(results, record)
+    markers = "<!-- table:main -->\n<!-- /table:main -->\n<!-- table:equal_bytes -->\n<!-- /table:equal_bytes -->\n"
+    readme.write_text(markers)
+    options = SummarizeOptions(
+        results=(results,), output_dir=tmp_path / "out", readme=readme, tables=("equal_bytes",), quiet=True
+    )
+    main(options)
+    text = readme.read_text()
+    assert "<!-- table:main -->\n<!-- /table:main -->\n" in text and "| MLP bytes read |" in text
+    with pytest.raises(ValueError, match="tables cooking: these records make main, "):
+        main(replace(options, tables=("cooking",)))
+    assert readme.read_text() == text
 
 
 def test_bad_results_are_one_line_and_exit_code_2(tmp_path: Path) -> None:
