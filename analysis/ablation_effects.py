@@ -44,8 +44,7 @@ class ReportedEffects:
 
 def reported_effects(records: Sequence[Record]) -> list[ReportedEffects]:
     """All outcomes that the ablation's records hold; first recall of neurons, which the verdict is about."""
-    ablation = [record for record in records if record["name"] == "ablation"]
-    ablation += _about_the_true_sets(ablation)
+    ablation = with_derived([record for record in records if record["name"] == "ablation"])
     found = []
     for title, outcome in [*_prediction_outcomes(ablation), *_trait_outcomes(ablation)]:
         effects = factor_effects(ablation, outcome)
@@ -63,6 +62,7 @@ def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outco
         ("perplexity", "ln(perplexity / dense) with sparse {units}, look-ahead {lookahead}"),
         ("gain_share", "share of what always the same {units} miss that is found, look-ahead {lookahead}"),
         ("true_density", "{units} that are to be found"),
+        ("precision", "precision of {units} at density {density:g}, look-ahead {lookahead}"),
     ):
         for block, units in BLOCKS.items():
             studied = [
@@ -87,17 +87,21 @@ def _trait_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outcome]]:
                 break
 
 
-def _about_the_true_sets(records: Sequence[Record]) -> list[Record]:
-    """Of recalls, records of how many units the true set holds, and of what of the rest is found where the same units
-    for every token have some of it: recalls of true sets of different sizes are compared with that beside them."""
-    found = []
+def with_derived(records: Sequence[Record]) -> list[Record]:
+    """The records and, of recalls, how many units the true set holds, the precision (of exactly as many picked as the
+    density says) and what is found of the rest where the same units for every token have some of it. Recall at equal
+    picks favours the smaller true set, so it is told with these beside it."""
+    found = list(records)
     for record in records:
         if record["metric"] != "recall" or record["labels"].get("study") != "lookahead":
             continue
         if (
             record.get("true_density") is not None and record["labels"]["block"] == "mlp"
         ):  # groups of heads have no zeros
-            found.append({**record, "metric": "true_density", "value": record["true_density"], "interval": None})
+            true_density = record["true_density"]
+            precision = record["value"] * true_density / record["labels"]["mlp_density"]
+            found.append({**record, "metric": "true_density", "value": true_density, "interval": None})
+            found.append({**record, "metric": "precision", "value": precision, "interval": None})
         baseline = record.get("baseline") or {}
         if baseline.get("name") == "static" and baseline["value"] < 1.0:
             share = (record["value"] - baseline["value"]) / (1.0 - baseline["value"])

@@ -42,12 +42,29 @@ def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str
     answer = headline(-change, primary.share_of_missed(factor))
     first, second = (LEVEL_NAMES[level] for level in FACTORS[factor])
     seeds = f"{len(primary.seeds)} seed{'s' if len(primary.seeds) > 1 else ''}"
+    opposed = _opposed_precision(found, factor)
+    told = f"{answer[0].upper()}{answer[1:]}."
+    if opposed is not None:
+        told = (
+            f"In recall: {answer}. In precision the other way, {_effect(opposed.effects.main[factor], opposed)}: the true "
+            "sets differ in size, and recall at equal picks favours the smaller, so these numbers alone do not settle it."
+        )
     sentences = [
-        f"{answer[0].upper()}{answer[1:]}.",
+        told,
         f"With {second} instead of {first}, {found[0].title} goes from {100 * before:.1f} % to {100 * after:.1f} %: "
         f"{_effect(change, found[0])} (means over {primary.num_models} small models, paired over {seeds}).",
     ]
     return [*sentences, *_further_sentences(found[1:], factor), *_interaction_sentences(primary, factor)]
+
+
+def _opposed_precision(found: Sequence[ReportedEffects], factor: str) -> ReportedEffects | None:
+    """Precision of neurons, if it certainly moves against their recall."""
+    recall = found[0].effects.main[factor]
+    for each in found:
+        change = each.effects.main.get(factor) if each.effects.outcome.metric == "precision" else None
+        if change is not None and change.value * recall.value < 0 and not (change.holds_zero or recall.holds_zero):
+            return each
+    return None
 
 
 def _further_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from analysis.ablation_effects import ReportedEffects, reported_effects
+from analysis.ablation_effects import ReportedEffects, reported_effects, with_derived
 from analysis.comparison import latest_records, shared_settings
 from analysis.drift_distance_facts import distance_facts
 from analysis.drift_distance_text import TOLD_COSINES
@@ -153,7 +153,8 @@ def _effects_table(effects: Sequence[ReportedEffects]) -> Table | None:
 
 def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects]) -> Table | None:
     """A line a kind of model: the mean of each outcome over seeds."""
-    values = [outcome_values(records, each.effects.outcome) for each in effects]
+    known_records = with_derived(records)
+    values = [outcome_values(known_records, each.effects.outcome) for each in effects]
     kinds = sorted({levels for by_seed in values for cells in by_seed.values() for levels in cells})
     rows = []
     for kind in kinds:

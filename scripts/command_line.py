@@ -7,7 +7,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from types import UnionType
+from typing import Any, TypeVar, cast, overload
 
 import tyro
 from loguru import logger
@@ -23,12 +24,13 @@ OUTPUT_CLOSED = 141
 
 def run_stage(
     main: Callable[[Options], object],
-    options_class: type[Options],
+    options_class: type[Options] | UnionType,
     args: Sequence[str] | None = None,
     *,
     distributed: bool = False,
 ) -> None:
-    """Runs `main(options)`, where the options come from the command line (or `args`).
+    """Runs `main(options)`, where the options come from the command line (or `args`); of a union of classes the first
+    word says which.
 
     A field `mlp_density` is the flag `--mlp-density`; a boolean that is false by default is a flag without a
     value; an unknown flag exits with code 2. A ValueError or an OSError (bad flags, bad files) is one line on
@@ -42,10 +44,10 @@ def run_stage(
     unheard = io.StringIO() if os.environ.get("LOCAL_RANK", "0") != "0" else None
     with contextlib.redirect_stderr(unheard or sys.stderr), contextlib.redirect_stdout(unheard or sys.stdout):
         options = tyro.cli(
-            options_class,
+            cast("type[Options]", options_class),
             args=args,
             prog=_program_name(),
-            description=options_class.__doc__ or main.__doc__,
+            description=(None if isinstance(options_class, UnionType) else options_class.__doc__) or main.__doc__,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     configure_logging(quiet=bool(getattr(options, "quiet", False)))

@@ -14,87 +14,35 @@ from loguru import logger
 
 from analysis.results import Record
 from scripts.command_line import run_stage
-from scripts.lm_eval_tasks import expand_presets, load_benchmarks
+from scripts.lm_eval_tasks import TaskOptions, expand_presets, load_benchmarks
 from scripts.perplexity_runs import PerplexityOptions, check_options, perplexity_records, read_documents
 from scripts.run_records import RecordBook, model_labels
+from scripts.selection_options import SweepOptions, attach_each
 from scripts.task_runs import benchmark_records
-from sparse_predictor.selection import Method, Selection, SparsePhases, attach_selection, remove_sparsity
 
 PERPLEXITY = "perplexity"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(PerplexityOptions):
+class Options(TaskOptions, SweepOptions, PerplexityOptions):
     """Score a model, dense and sparse in one run."""
 
     output: Path
     """JSON lines; records are appended (a second time, too, with a warning, unless --resume)."""
     tasks: str = PERPLEXITY
     """Comma-separated: perplexity (of --corpus), names of lm-eval tasks, arithmetic_words, zero-shot, few-shot."""
-    include_path: Path | None = None
-    """Folder with more lm-eval task files."""
-    num_fewshot: int | None = None
-    """Examples before each question; as the task or preset says by default."""
-    limit: int | None = None
-    """Questions of each task at most."""
-    method: tuple[Method, ...] = ("dense",)
-    """One or several: dense predictor oracle static random cats teal teal-all wina griffin."""
-    predictors: Path | None = None
-    """Directory written by scripts.train."""
-    mlp_density: tuple[float, ...] = (0.5,)
-    """One or several; every method is run at each."""
-    head_density: float = 1.0
-    """Share of key-value groups of heads kept."""
-    density_budget: Path | None = None
-    """JSON file with one density a layer (see scripts.budget)."""
-    sparse_phases: SparsePhases = "all"
-    """all: each scored token selects for itself, as when decoded. decode leaves scoring dense."""
-    resume: bool = False
-    """Keep the records that the output already holds, and do the other runs."""
-
-
-def selections_of(options: Options) -> list[Selection]:
-    """Every sparse method at every density."""
-    if not options.method or not options.mlp_density:
-        raise ValueError("--method and --mlp-density: give at least one each")
-    if options.density_budget is not None and len(options.mlp_density) > 1:
-        raise ValueError("--density-budget sets the densities; give one --mlp-density at most beside it")
-    return [
-        Selection(
-            method=method,
-            predictors=options.predictors,
-            mlp_density=density,
-            head_density=options.head_density,
-            sparse_phases=options.sparse_phases,
-            density_budget=options.density_budget,
-            seed=options.seed,
-        )
-        for method in options.method
-        if method != "dense"
-        for density in options.mlp_density
-    ]
 
 
 def main(options: Options) -> list[Record]:
     """Of each task dense, then every method at every density; append one record a metric and return them all."""
-    tasks = [task for task in options.tasks.split(",") if task]
-    if not tasks:
-        raise ValueError(f"--tasks {options.tasks!r}: give perplexity, a preset or names of lm-eval tasks")
-    for name, least in (("limit", 1), ("num_fewshot", 0)):
-        if (value := getattr(options, name)) is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-    selections = selections_of(options)
-    for selection in selections:
-        selection.check()
+    tasks = options.task_names()
+    selections = options.selections(seed=options.seed)
     if PERPLEXITY in tasks:
         check_options(options)
     names = expand_presets([task for task in tasks if task != PERPLEXITY], options.num_fewshot)
     benchmarks = load_benchmarks(names, options.include_path)
     loaded = options.load()
-    # Attach each once before anything is measured, so that what does not fit fails in seconds, not after a run.
-    for selection in selections:
-        attach_selection(loaded.model, selection)
-    remove_sparsity(loaded.model)
+    attach_each(loaded.model, selections)
     if options.sparse_phases == "decode" and selections and PERPLEXITY in tasks:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
     documents = read_documents(loaded, options) if PERPLEXITY in tasks else []

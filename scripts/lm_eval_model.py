@@ -7,30 +7,23 @@ All ranks hold the same requests, and all of them know all answers in the end. l
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lm_eval.models  # noqa: F401  (registers lm-eval's own models, `hf` among them, which is done once and first)
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from loguru import logger
 
-from modules.requests import GenerationRequest, GenerationResult
+from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
-from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
+from scripts.answerer import Answerer, Call
 from scripts.batch_sizes import BatchSizes
-from scripts.command_line import progress
-from scripts.continuations import Continuation, Score, score_continuations
+from scripts.continuations import Continuation, Score
 from scripts.lm_eval_arguments import parse_arguments, parse_batch_size, usable_device
-from scripts.model_loading import LoadedModel, decode_text
-from scripts.run_records import achieved_on_mesh, selection_labels
-from sparse_predictor.selection import Selection, attach_selection
+from scripts.run_records import selection_labels
 
 NAME = "dejavu-lab"
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own
@@ -39,18 +32,13 @@ SAMPLING = ("temperature", "top_k", "top_p")
 
 @register_model(NAME)
 class EngineLM(TemplateLM):
-    """A loaded model, dense or sparse, as lm-eval's tasks ask it."""
+    """A loaded model, dense or sparse, as lm-eval's tasks ask it; whatever they ask, `answerer` answers."""
 
-    def __init__(self, loaded: LoadedModel, batch_sizes: BatchSizes, *, seed: int = 0, quiet: bool = False) -> None:
+    def __init__(self, answerer: Answerer, *, seed: int = 0) -> None:
         super().__init__()
-        self.loaded, self.sizes, self.seed, self.quiet = loaded, batch_sizes, seed, quiet
-        self.tokenizer = loaded.require_tokenizer("lm-eval's tasks are text")
-        self._device = loaded.model.device
+        self.answerer, self.loaded, self.seed = answerer, answerer.loaded, seed
+        self.tokenizer = self.loaded.require_tokenizer("lm-eval's tasks are text")
         self._prefix = self.tokenizer.decode(self.prefix_token_id)
-        self._has_warned = False
-        self.seconds = 0.0
-        """Spent in this model since `attach`, on this rank."""
-        self.attach(Selection())
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> EngineLM:
@@ -71,16 +59,9 @@ class EngineLM(TemplateLM):
         selection.check()
         loaded = options.load()
         sizes = BatchSizes(loaded, fixed=fixed, most=None if most is None else int(most))
-        model = cls(loaded, sizes, seed=options.seed, quiet=options.quiet)
-        model.attach(selection)
-        return model
-
-    def attach(self, selection: Selection) -> None:
-        """Make the model sparse as `selection` says, and count from zero."""
-        self.selection, self.seconds = selection, 0.0
-        self._stats = attach_selection(self.loaded.model, selection)
-        self.achieved: dict[str, Any] = {}
-        """What was done since (see `sparse_predictor.cost.achieved`); of all ranks, as of the last call."""
+        answerer = Answerer(loaded, sizes, quiet=options.quiet)
+        answerer.attach(selection)
+        return cls(answerer, seed=options.seed)
 
     @property
     def eot_token_id(self) -> int:
@@ -102,7 +83,7 @@ class EngineLM(TemplateLM):
     @property
     def batch_sizes(self) -> dict[int, int]:
         """Those that were used; lm-eval prints the values."""
-        return dict(enumerate(sorted(self.sizes.taken)))
+        return dict(enumerate(sorted(self.answerer.sizes.taken)))
 
     @property
     def tokenizer_name(self) -> str:
@@ -143,7 +124,7 @@ class EngineLM(TemplateLM):
                 f"{num_cut} of {len(cut)} prompts do not fit the context of {self.max_length}: cut from the left"
             )
         pieces = [Continuation([*context, *rest][-longest:], len(rest)) for _, context, rest in requests]
-        scores = self._score(pieces, "log-likelihoods")
+        scores = self._ask(Call("log-likelihoods", continuations=pieces))
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
         return scores
@@ -163,7 +144,7 @@ class EngineLM(TemplateLM):
                 pieces.append(Continuation([*context, *rest], len(rest)))
                 owners.append(idx)
         totals = [0.0] * len(requests)
-        for idx, (logprob, _) in zip(owners, self._score(pieces, "texts"), strict=True):
+        for idx, (logprob, _) in zip(owners, self._ask(Call("texts", continuations=pieces)), strict=True):
             totals[idx] += logprob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -172,31 +153,11 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """The text that follows each context, before the first of its stop strings."""
         prepared = [self._generation_request(idx, *request.args) for idx, request in enumerate(requests)]
-        texts: dict[int, str] = {}
-        if not prepared:
-            return []
-        with self._counted("generations", len(prepared), [request.args for request in requests]) as bar:
-
-            def finish(idx: int, result: GenerationResult) -> None:
-                if result.error is not None:
-                    raise ValueError(f"request {idx}: {result.error}")
-                texts[idx] = result.text or ""
-                bar(1)
-
-            longest = max(len(request.prompt_token_ids) + request.max_new_tokens for request in prepared)
-            generate_on_mesh(
-                self.loaded.model,
-                self.loaded.mesh,
-                prepared,
-                batch_size=self.sizes.for_generation(max(len(one.prompt_token_ids) for one in prepared), longest),
-                eos_token_ids=(*self.loaded.generation_defaults.eos_token_ids, self.eot_token_id),
-                decode=lambda token_ids: decode_text(self.tokenizer, token_ids),
-                on_finish=finish,
-            )
-            texts = self.loaded.mesh.from_rank_0(lambda: texts)
-        for idx, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[idx])
-        return [texts[idx] for idx in range(len(requests))]
+        ends = (*self.loaded.generation_defaults.eos_token_ids, self.eot_token_id)
+        texts = self._ask(Call("generations", generations=prepared, eos_token_ids=ends))
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval's results say of the model: how it was cut and thinned out, and what came of it."""
@@ -204,34 +165,12 @@ class EngineLM(TemplateLM):
         return {
             "model_name_in_records": self.loaded.model_id,
             "model_dtype": str(model.dtype),
-            **selection_labels(self.selection, model.config.num_hidden_layers),
-            "achieved": self.achieved,
+            **selection_labels(self.answerer.selection, model.config.num_hidden_layers),
+            "achieved": self.answerer.achieved,
         }
 
-    def _score(self, pieces: Sequence[Continuation], title: str) -> list[Score]:
-        if not pieces:
-            return []
-        is_idle = self.selection.method != "dense" and self.selection.sparse_phases == "decode"
-        if is_idle and not self._has_warned:
-            self._has_warned = True
-            logger.warning("sparse phases decode: a log-likelihood never decodes, so it will be the dense one")
-        with self._counted(title, len(pieces), pieces) as bar:
-            return score_continuations(
-                self.loaded.model, self.loaded.mesh, pieces, batch_size=self.sizes.for_scoring, on_scored=bar
-            )
-
-    @contextmanager
-    def _counted(self, title: str, total: int, work: object) -> Iterator[Callable[[int], object]]:
-        """Around one call: its progress bar, its time, and afterwards what the model has done so far."""
-        mesh = self.loaded.mesh
-        check_same_everywhere(mesh, f"what lm-eval asks ({title})", hashlib.sha256(repr(work).encode()).hexdigest())
-        started = time.perf_counter()
-        with progress((), title, quiet=self.quiet, total=total, unit="request") as bar:
-            yield bar.update
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.seconds += time.perf_counter() - started
-        self.achieved = achieved_on_mesh(self.loaded, self.selection, self._stats)
+    def _ask(self, call: Call) -> list[Any]:
+        return self.answerer.answer(call) if len(call) else []
 
     def _generation_request(self, idx: int, context: str, options: dict[str, Any]) -> GenerationRequest:
         values: dict[str, Any] = dict(normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS))

@@ -22,6 +22,7 @@ PRESETS: dict[str, dict[str, int | None]] = {
 }
 # lm-eval's own default seeds: examples and shuffled choices are those of its command line.
 RANDOM_SEED, FEWSHOT_SEED = 0, 1234
+MOST_TEMPLATES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,30 @@ class Benchmark:
         _seed_generators()
         for task in self.tasks.values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Which tasks, and how much of each."""
+
+    tasks: str
+    """Comma-separated: names of lm-eval tasks, arithmetic_words, zero-shot, few-shot."""
+    include_path: Path | None = None
+    """Folder with more lm-eval task files."""
+    num_fewshot: int | None = None
+    """Examples before each question; as the task or preset says by default."""
+    limit: int | None = None
+    """Questions of each task at most."""
+
+    def task_names(self) -> list[str]:
+        """Those of --tasks; ValueError if there are none, or if the numbers are not possible."""
+        names = [name for name in self.tasks.split(",") if name]
+        if not names:
+            raise ValueError(f"--tasks {self.tasks!r}: give perplexity, a preset or names of lm-eval tasks")
+        for flag, least in (("limit", 1), ("num_fewshot", 0)):
+            if (value := getattr(self, flag)) is not None and value < least:
+                raise ValueError(f"--{flag.replace('_', '-')} must be at least {least}, got {value}")
+        return names
 
 
 def require_lm_eval() -> None:
@@ -155,3 +180,16 @@ def progress_bars(shown: bool) -> Iterator[None]:
         yield
     finally:
         lm_eval.api.task.tqdm = theirs
+
+
+@contextmanager
+def templates_kept() -> Iterator[None]:
+    """lm-eval compiles the same few templates again for each question, which takes most of its time: here once."""
+    import lm_eval.utils
+
+    environment = lm_eval.utils.env
+    environment.from_string = functools.lru_cache(MOST_TEMPLATES)(environment.from_string)
+    try:
+        yield
+    finally:
+        del environment.from_string  # the method of its class again

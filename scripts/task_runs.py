@@ -12,12 +12,15 @@ import io
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from analysis.results import Record, make_record
+from scripts.answerer import Answerer
 from scripts.batch_sizes import BatchSizes
-from scripts.lm_eval_tasks import Benchmark, progress_bars
+from scripts.lm_eval_tasks import Benchmark, progress_bars, templates_kept
 from scripts.model_loading import LoadedModel, ModelOptions
 from scripts.run_records import RecordBook, execution_of, selection_labels, sources_of
 from sparse_predictor.selection import Selection, remove_sparsity
@@ -33,6 +36,15 @@ FEW_SAMPLES = 30
 OF_THE_TASK = ("task", "num_fewshot", "num_samples", "filter")
 Metric = tuple[str, str, str]  # task, metric, filter
 Answers = dict[str, list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRun:
+    """One run of a task: what its records say of it, and `begin`, by which the model is made ready to be asked."""
+
+    labels: Mapping[str, Any]
+    sources: Mapping[str, str | None]
+    begin: Callable[[], object]
 
 
 def benchmark_records(
@@ -51,41 +63,52 @@ def benchmark_records(
         return []
     from scripts.lm_eval_model import EngineLM  # here, since lm-eval is an extra
 
-    sizes = BatchSizes(loaded, fixed=options.batch_size)
-    model = EngineLM(loaded, sizes, seed=options.seed, quiet=options.quiet)
-    found: list[Record] = []
-    for benchmark in benchmarks:
-        dense: list[Record] = []
-        for selection in (Selection(), *selections):
-            records = _run(model, benchmark, selection, labels, dense, book, limit)
-            dense = dense or records
-            found += records
+    answerer = Answerer(loaded, BatchSizes(loaded, fixed=options.batch_size), quiet=options.quiet)
+    runs = [
+        TaskRun(
+            labels={**labels, **selection_labels(selection, loaded.model.config.num_hidden_layers)},
+            sources=sources_of(loaded, selection),
+            begin=partial(answerer.attach, selection),
+        )
+        for selection in (Selection(), *selections)
+    ]
+    model = EngineLM(answerer, seed=options.seed)
+    found = [record for one in benchmarks for record in records_of_runs(model, one, runs, book, limit)]
     remove_sparsity(loaded.model)
+    return found
+
+
+def records_of_runs(
+    model: EngineLM, benchmark: Benchmark, runs: Sequence[TaskRun], book: RecordBook, limit: int | None
+) -> list[Record]:
+    """One benchmark in several runs, of which the first is dense and the baseline of the others."""
+    dense: list[Record] = []
+    found: list[Record] = []
+    for run in runs:
+        records = _run(model, benchmark, run, dense, book, limit)
+        dense = dense or records
+        found += records
     return found
 
 
 def _run(
     model: EngineLM,
     benchmark: Benchmark,
-    selection: Selection,
-    labels: Mapping[str, Any],
+    run: TaskRun,
     dense: Sequence[Record],
     book: RecordBook,
     limit: int | None,
 ) -> list[Record]:
-    """The records of one task (group, tag) and selection, from the book or from a run; `dense` [] in the dense run."""
-    loaded = model.loaded
-    labels = {**labels, **selection_labels(selection, loaded.model.config.num_hidden_layers)}
+    """The records of one task (group, tag) and run, from the book or from lm-eval; `dense` [] in the dense run."""
     asked = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": limit}
-    sources = sources_of(loaded, selection)
     there = [
         record
-        for record in book.find("accuracy", labels, unknown=OF_THE_TASK, sources=sources)
+        for record in book.find("accuracy", run.labels, unknown=OF_THE_TASK, sources=run.sources)
         if asked.items() <= record.get("run", {}).items()
     ]
     if there and len({_metric(record) for record in there}) == there[0]["run"]["num_records"]:
         return there
-    model.attach(selection)
+    run.begin()
     results = evaluate_benchmark(model, benchmark, limit)
     values, answers = _values(results, benchmark), _answers(results, benchmark)
     theirs = {_metric(record): record for record in dense}
@@ -93,8 +116,8 @@ def _run(
         expected = next(record["answers"] for key, record in theirs.items() if key[0] == task and "answers" in record)
         same = [ours == other for ours, other in zip(given, expected, strict=True)]
         values[task, "agreement", "none"] = _share(same)
-    done = model.achieved
-    seconds = max(loaded.mesh.gather(model.seconds))
+    done = model.answerer.achieved
+    seconds = max(model.loaded.mesh.gather(model.answerer.seconds))
     # With its own time: a dense record is found again when the sweep is resumed.
     timing = {"seconds": seconds, "dense_seconds": dense[0]["timing"]["seconds"] if dense else seconds}
     records: list[Record] = []
@@ -109,7 +132,7 @@ def _run(
             make_record(
                 "accuracy",
                 {
-                    **labels,
+                    **run.labels,
                     "execution": execution_of(done),
                     "task": task,
                     "num_fewshot": results["n-shot"][benchmark.leaves(task)[0]],
@@ -120,32 +143,35 @@ def _run(
                 value,
                 "",
                 baseline=baseline,
+                environment=model.answerer.environment,
                 stderr=stderr,
                 achieved=done,
                 timing=timing,
                 run={**asked, "num_records": len(values)},
-                sources=sources,
+                sources=run.sources,
                 **kept,
             )
         )
     return book.write(records)
 
 
-def evaluate_benchmark(model: EngineLM, benchmark: Benchmark, limit: int | None) -> dict[str, Any]:
+def evaluate_benchmark(
+    model: EngineLM, benchmark: Benchmark, limit: int | None, *, resamples: int = RESAMPLES
+) -> dict[str, Any]:
     """lm-eval's results of one benchmark, the same on all ranks (a collective call)."""
     from lm_eval import evaluator
 
     mesh = model.loaded.mesh
-    is_heard = mesh.rank == 0 and not model.quiet
+    is_heard = mesh.rank == 0 and not model.answerer.quiet
     logging.getLogger("lm_eval").setLevel(logging.WARNING if is_heard else logging.ERROR)
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # forking a process that has threads and a GPU is asking for it
     benchmark.reset_seeds()
-    with progress_bars(is_heard), contextlib.redirect_stdout(io.StringIO()):
+    with progress_bars(is_heard), templates_kept(), contextlib.redirect_stdout(io.StringIO()):
         results = evaluator.evaluate(
             lm=model,
             task_dict=benchmark.loaded,
             limit=limit,
-            bootstrap_iters=RESAMPLES if mesh.rank == 0 else 0,
+            bootstrap_iters=resamples if mesh.rank == 0 else 0,
             log_samples=benchmark.is_generated,
         )
     return mesh.from_rank_0(lambda: results)

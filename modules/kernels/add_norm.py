@@ -209,7 +209,7 @@ def fused_add_norm(
             hidden,
             new_residual,
             more,
-            partial.numel(),
+            0 if more is None else partial.numel(),
             eps,
             HIDDEN_SIZE=hidden_size,
             BLOCK=block,

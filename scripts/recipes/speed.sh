@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The README's tables of speed, measured anew: bash scripts/recipes/speed.sh OUTPUT_DIR
-# On one GPU decoding and one MLP; with NUM_GPUS=N, N of 2 or more, also the all-reduce and what the GPUs do together.
+# The README's tables of speed on random weights, measured anew: bash scripts/recipes/speed.sh OUTPUT_DIR
+# On one GPU decoding and one MLP; with NUM_GPUS=N, N of 2 or more, also the all-reduce and what the GPUs do together
+# (say first whether NVLink multicast may be used: TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0, or 0 and 1).
 # Variables: NUM_GPUS (1); STEPS, some of the names below; TUNED, where --tune writes its choice file (OUTPUT_DIR).
-# A step that is done is not run again; one that fails does not stop the next, and is named at the end.
+# A step that is done is not run again; one that fails does not stop the next, and is named at the end (run again, it
+# appends its records anew).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/usage.sh
@@ -14,6 +16,10 @@ many_gpus=(stress tune communication cut-8b cut-70b prefill splits)
 steps=("${one_gpu[@]}")
 if [ "$num_gpus" -gt 1 ]; then steps+=("${many_gpus[@]}"); fi
 if [ -n "${STEPS:-}" ]; then read -ra steps <<<"$STEPS"; fi
+if [ "$num_gpus" -gt 1 ] && { [ -z "${TORCH_SYMM_MEM_DISABLE_MULTICAST:-}" ] || [ -z "${NCCL_NVLS_ENABLE:-}" ]; }; then
+    echo "error: set TORCH_SYMM_MEM_DISABLE_MULTICAST and NCCL_NVLS_ENABLE (1 and 0: no multicast; 0 and 1: multicast)" >&2
+    exit 2
+fi
 mkdir -p "$out"
 
 # `decode FLAGS...` on one GPU, `together STAGE FLAGS...` on all of them.

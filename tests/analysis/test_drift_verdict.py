@@ -234,7 +234,10 @@ def test_true_sets_of_different_sizes_are_told_beside_their_recalls() -> None:
         for each in ablation({"activation": -0.1}, noise=0.001)
     ]  # fmt: skip
     told = texts(recalls)[QUESTIONS[1]]
+    assert told.startswith("In recall: in part, for less than half of what is lost. In precision the other way, +22")
     assert "neurons that are to be found: +20 points [+20, +20]" in told
+    # 0.8 * 0.3 / 0.5 = 0.48 and 0.7 * 0.5 / 0.5 = 0.7.
+    assert "precision of neurons at density 0.5, look-ahead 1: +22" in told
     # (recall - static) / (1 - static) = 0.1 by construction, whatever the recall.
     assert "No effect was found on share of what always the same neurons miss that is found, look-ahead 1" in told
 

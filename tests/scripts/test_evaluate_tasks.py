@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lm_eval
+import lm_eval.utils
 import pytest
 
 import scripts.evaluate
@@ -23,7 +23,14 @@ from data.arithmetic import (
     make_problems,
 )
 from scripts.evaluate import Options
-from scripts.lm_eval_tasks import PRESETS, check_names, expand_presets, load_benchmarks, task_manager
+from scripts.lm_eval_tasks import (
+    PRESETS,
+    check_names,
+    expand_presets,
+    load_benchmarks,
+    task_manager,
+    templates_kept,
+)
 from tests.pipeline_parallel.launching import start_ranks, wait_all
 from tests.scripts.ranked_tasks import RUNS, options
 from tests.scripts.tiny_tasks import LocalTaskManager, model_folder, task_folder
@@ -228,6 +235,14 @@ def test_a_missing_lm_eval_is_one_line(folder: Path, tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"not installed; get it with: pip install -e \.\[eval\]"):
         evaluate(folder, tmp_path / "r.jsonl", tasks="tiny_choices")
+
+
+def test_templates_are_compiled_once_and_lm_eval_is_left_as_it_was() -> None:
+    environment = lm_eval.utils.env
+    with templates_kept():
+        kept = environment.from_string("{{a}}")
+        assert environment.from_string("{{a}}") is kept and kept.render(a=1) == "1" and kept.render(a=2) == "2"
+    assert environment.from_string("{{a}}") is not kept and "from_string" not in vars(environment)
 
 
 def test_names_are_not_guessed_but_the_nearest_are_said() -> None:

@@ -34,7 +34,8 @@ def speed(checkout: Path, **variables: str) -> tuple[subprocess.CompletedProcess
 
 @pytest.mark.parametrize("num_gpus", [1, 2])
 def test_every_command_is_one_that_its_stage_takes(tmp_path: Path, num_gpus: int) -> None:
-    done, calls = speed(tmp_path, NUM_GPUS=str(num_gpus))
+    stated = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    done, calls = speed(tmp_path, NUM_GPUS=str(num_gpus), **stated)
     assert done.returncode == 0, done.stderr
     started = [call for call in calls if call.startswith("-m torch.distributed.run")]
     assert len(started) == (7 if num_gpus == 2 else 0)
@@ -43,8 +44,13 @@ def test_every_command_is_one_that_its_stage_takes(tmp_path: Path, num_gpus: int
         name, *flags = call.rpartition("-m scripts.")[2].split()
         options = tyro.cli(importlib.import_module(f"scripts.{name}").Options, args=flags)
         assert options.output.parent.name == "out"
-    again, calls = speed(tmp_path, NUM_GPUS=str(num_gpus))
+    again, calls = speed(tmp_path, NUM_GPUS=str(num_gpus), **stated)
     assert again.returncode == 0 and calls == []
+
+
+def test_several_gpus_without_a_word_on_multicast_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    done, calls = speed(tmp_path, NUM_GPUS="2", NCCL_NVLS_ENABLE="")
+    assert done.returncode == 2 and calls == [] and "set TORCH_SYMM_MEM_DISABLE_MULTICAST" in done.stderr
 
 
 def test_a_step_that_fails_is_named_and_the_others_are_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import pytest
@@ -70,7 +71,10 @@ def train(model: Path, store: ActivationStore, output_dir: Path, **options: Any)
 
 
 def one_error_line(
-    main: Callable[[Any], object], options_class: type[Any], arguments: Sequence[object], capsys: pytest.CaptureFixture
+    main: Callable[[Any], object],
+    options_class: type[Any] | UnionType,
+    arguments: Sequence[object],
+    capsys: pytest.CaptureFixture,
 ) -> str:
     """Run a stage that must fail as a user sees it: exit code 2 and exactly one `error:` line, which is returned."""
     capsys.readouterr()

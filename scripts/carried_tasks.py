@@ -1,0 +1,296 @@
+"""lm-eval's tasks on a machine that has no lm-eval, no data sets and no network: what they ask is carried there, and
+the answers are carried back.
+
+    export   here: what the tasks ask of a model, as token ids -> requests (.json.gz). No model is run.
+    answer   there: the same sparsity flags as scripts.evaluate -> records named `answers`, appended run by run
+    fold     here: those answers -> the records that scripts.evaluate would have written there
+
+Folding asks the tasks again, and refuses answers to anything else than what they ask then. Records have the
+environment, the times, the achieved densities and the sources of the machine that answered.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from analysis.results import Record, make_record, read_records
+from modules.checkpoint import build_on_meta, load_config
+from pipeline_parallel.launch import current_launch
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.answerer import Answerer, Call
+from scripts.batch_sizes import BatchSizes
+from scripts.command_line import progress, run_stage
+from scripts.evaluate import PERPLEXITY
+from scripts.lm_eval_tasks import TaskOptions, expand_presets, load_benchmarks
+from scripts.model_loading import LoadedModel, RunOptions, model_name, resolve_model
+from scripts.run_records import RecordBook, model_labels, selection_labels, sources_of
+from scripts.selection_options import SweepOptions, attach_each
+from scripts.task_runs import TaskRun, evaluate_benchmark, records_of_runs
+from sparse_predictor.selection import Selection, remove_sparsity
+
+FORMAT, FORMAT_VERSION = "requests of lm-eval's tasks", 1
+ANSWERS = "answers"
+OF_THE_SELECTION = ("method", "mlp_density", "head_density", "phase")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(TaskOptions):
+    """Write down what tasks ask of a model."""
+
+    model: str
+    """Folder or hub id; its config and tokenizer are read, no weights."""
+    output: Path
+    """Requests, gzipped JSON."""
+    seed: int = 0
+    """Of sampled texts; the answers must be given with the same."""
+    quiet: bool = False
+    """Warnings only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(SweepOptions, RunOptions):
+    """Answer exported requests, dense and sparse; needs neither lm-eval nor data sets."""
+
+    requests: Path
+    """Written by export."""
+    output: Path
+    """JSON lines; one record a task and run is appended when it is done."""
+    tasks: str | None = None
+    """Comma-separated, of those that were exported; all by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """Make result records of answers."""
+
+    model: str
+    """As exported: folder or hub id; its config and tokenizer are read, no weights."""
+    answers: tuple[Path, ...]
+    """One or several files written by answer."""
+    output: Path
+    """JSON lines; records are appended."""
+    include_path: Path | None = None
+    """Folder with more lm-eval task files, as exported."""
+    resume: bool = False
+    """Keep the records that the output already holds."""
+    quiet: bool = False
+    """Warnings only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What one name of `--tasks` asks: `run` (task, num_fewshot, limit) and its calls, in order."""
+
+    run: dict[str, Any]
+    calls: tuple[Call, ...]
+
+
+class Listener(Answerer):
+    """Writes down what it is asked, and makes answers up."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded, self.quiet = loaded, True
+        self.calls: list[Call] = []
+
+    def answer(self, call: Call) -> list[Any]:
+        """Longer continuations are said to be less likely; texts are empty."""
+        self.calls.append(call)
+        return [""] * len(call.generations) or [(-float(len(one.token_ids)), False) for one in call.continuations]
+
+
+class Replay(Answerer):
+    """Answers what a stored record answered."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded, self.quiet = loaded, True
+
+    def begin(self, record: Record) -> None:
+        """From here on that record's answers are given, in their order."""
+        self.seconds, self.achieved, self.environment = record["value"], record["achieved"], record["environment"]
+        self.task = record["run"]["task"]
+        self._left = list(zip(record["run"]["asked"], record["answers"], strict=True))
+
+    def answer(self, call: Call) -> list[Any]:
+        """ValueError if something else was asked there."""
+        digest, answers = self._left.pop(0) if self._left else ("", [])
+        if digest != call.digest:
+            raise ValueError(
+                f"{self.task} asks something else here than what was answered ({call.title}): another tokenizer or "
+                "context (--model), other task files or data, or another lm-eval; export and answer again"
+            )
+        return answers if call.generations else [tuple(score) for score in answers]
+
+
+def export(options: Export) -> list[Asked]:
+    """Ask every task's requests of a listener, and write them down."""
+    names = options.task_names()
+    if PERPLEXITY in names:
+        raise ValueError(f"--tasks {PERPLEXITY}: it needs no lm-eval; score it there, with scripts.evaluate")
+    benchmarks = load_benchmarks(expand_presets(names, options.num_fewshot), options.include_path)
+    listener = Listener(_outline(options.model))
+    from scripts.lm_eval_model import EngineLM  # here, since the machine that answers has no lm-eval
+
+    model = EngineLM(listener, seed=options.seed)
+    found: list[Asked] = []
+    for benchmark in benchmarks:
+        listener.calls = []
+        evaluate_benchmark(model, benchmark, options.limit, resamples=0)
+        run = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": options.limit}
+        found.append(Asked(run=run, calls=tuple(listener.calls)))
+        logger.info(f"{benchmark.name}: {sum(map(len, listener.calls))} requests")
+    content = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "seed": options.seed,
+        "asked": list(map(asdict, found)),
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = options.output.with_name(f"{options.output.name}.partial")
+    with gzip.open(partial_file, "wt", encoding="utf-8") as file:
+        json.dump(content, file, separators=(",", ":"))
+    os.replace(partial_file, options.output)
+    logger.info(f"{options.output}: {options.output.stat().st_size / 2**20:.1f} MiB; carry it, and answer it there")
+    return found
+
+
+def read_requests(path: Path, *, seed: int) -> dict[str, Asked]:
+    """By task, what `export` wrote; ValueError if that is not what the file holds, or if it is of another seed."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            content = json.load(file)
+        if (content["format"], content["format_version"]) != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"format {content['format']!r}, version {content['format_version']!r}")
+        asked = {
+            one["run"]["task"]: Asked(run=one["run"], calls=tuple(map(Call.from_json, one["calls"])))
+            for one in content["asked"]
+        }
+        exported_seed = int(content["seed"])
+    except (gzip.BadGzipFile, EOFError, ValueError, KeyError, TypeError) as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{path}: not a whole file of requests, as scripts.carried_tasks export writes it ({what})"
+        ) from error
+    if exported_seed != seed:
+        raise ValueError(f"{path} was exported with --seed {exported_seed}: answer with that, not with {seed}")
+    return asked
+
+
+def answer(options: Answer) -> list[Record]:
+    """Every task dense, then every method at every density; the records, of which one a task and run is appended."""
+    selections = options.selections(seed=options.seed)
+    asked = _chosen(read_requests(options.requests, seed=options.seed), options)
+    loaded = options.load()
+    if any(call.generations for one in asked for call in one.calls):
+        loaded.require_tokenizer("answers are text")
+    attach_each(loaded.model, selections)
+    book = RecordBook(options.output, loaded.mesh, resume=options.resume)
+    answerer = Answerer(loaded, BatchSizes(loaded, fixed=options.batch_size), quiet=options.quiet)
+    of_the_model = model_labels(loaded, options, options.density_budget)
+    found: list[Record] = []
+    for one in asked:
+        digests = [call.digest for call in one.calls]
+        for selection in (Selection(), *selections):
+            thinned = selection_labels(selection, loaded.model.config.num_hidden_layers)
+            labels = {**of_the_model, **thinned, "task": one.run["task"]}
+            same: dict[str, Any] = {"run": {**one.run, "asked": digests}, "sources": sources_of(loaded, selection)}
+            if there := book.find(ANSWERS, labels, **same):
+                found += there[-1:]
+                continue
+            answerer.attach(selection)
+            answers = [answerer.answer(call) for call in one.calls]
+            seconds, done = max(loaded.mesh.gather(answerer.seconds)), answerer.achieved
+            record = make_record(ANSWERS, labels, "seconds", seconds, "s", achieved=done, **same, answers=answers)
+            found += book.write([record])
+            if loaded.mesh.rank == 0:
+                logger.info(f"{one.run['task']}, {thinned['method']} {thinned['mlp_density']:g}: {seconds:.1f} s")
+    remove_sparsity(loaded.model)
+    return found
+
+
+def _chosen(asked: Mapping[str, Asked], options: Answer) -> list[Asked]:
+    names = list(asked) if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    for name in names:
+        if name not in asked:
+            raise ValueError(f"--tasks {name}: {options.requests} asks {', '.join(asked)}; export it first")
+    return [asked[name] for name in names]
+
+
+def fold(options: Fold) -> list[Record]:
+    """Ask the tasks again, with answers that are known, and append what comes of it."""
+    groups = _groups(options.answers)
+    replay = Replay(_outline(options.model))
+    book = RecordBook(options.output, replay.loaded.mesh, resume=options.resume)
+    from scripts.lm_eval_model import EngineLM
+
+    found: list[Record] = []
+    for records in progress(groups, "tasks", quiet=options.quiet):
+        run = records[0]["run"]
+        (benchmark,) = load_benchmarks({run["task"]: run["num_fewshot"]}, options.include_path)
+        runs = [
+            TaskRun(
+                labels={label: value for label, value in record["labels"].items() if label != "task"},
+                sources=record["sources"],
+                begin=partial(replay.begin, record),
+            )
+            for record in records
+        ]
+        model = EngineLM(replay, seed=records[0]["labels"]["seed"])
+        found += records_of_runs(model, benchmark, runs, book, run["limit"])
+    logger.info(f"{len(found)} records in {options.output}; scripts.summarize makes tables and plots of them")
+    return found
+
+
+def _groups(paths: Sequence[Path]) -> list[list[Record]]:
+    """What belongs in one sweep of one task: the newest answers of every run, dense first. ValueError without dense."""
+    groups: dict[str, dict[str, Record]] = {}
+    for path in paths:
+        for record in read_records(path):
+            if record["name"] != ANSWERS:
+                raise ValueError(
+                    f"{path}: holds {record['name']}, not answers (scripts.carried_tasks answer writes them)"
+                )
+            shared = {label: value for label, value in record["labels"].items() if label not in OF_THE_SELECTION}
+            asked = {key: value for key, value in record["run"].items() if key != "asked"}
+            group = groups.setdefault(repr((shared, asked, record["sources"]["checkpoint"])), {})
+            group[repr((record["labels"], record["sources"]))] = record
+    found = [
+        sorted(group.values(), key=lambda record: record["labels"]["method"] != "dense") for group in groups.values()
+    ]
+    for first, *_ in found:
+        if first["labels"]["method"] != "dense":
+            labels = {**first["labels"], **first["run"]}
+            which = ", ".join(f"{name} {labels[name]}" for name in ("dtype", "batch_size", "density_budget", "limit"))
+            raise ValueError(
+                f"{', '.join(map(str, paths))}: no dense answers of {labels['task']} ({which}), and dense is the "
+                "baseline of all records: give their file, too, or answer again"
+            )
+    return found
+
+
+def _outline(model: str) -> LoadedModel:
+    """A model without its weights, which nobody needs who only asks. ValueError under torchrun."""
+    if current_launch().world_size > 1:
+        raise ValueError("export and fold run in one process; leave out torchrun (answer runs under it)")
+    directory, mesh = resolve_model(model), ParallelMesh.single("cpu")
+    decoder = build_on_meta(load_config(directory))
+    return LoadedModel(model=decoder, directory=directory, model_id=model_name(model), mesh=mesh)
+
+
+def main(options: Export | Answer | Fold) -> list[Asked] | list[Record]:
+    """lm-eval's tasks on a machine that has no lm-eval: export here, answer there, fold here."""
+    if isinstance(options, Export):
+        return export(options)
+    return answer(options) if isinstance(options, Answer) else fold(options)
+
+
+if __name__ == "__main__":
+    run_stage(main, Export | Answer | Fold, distributed=True)

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# The accuracy tables of the README, from a checkpoint to records, on a GPU: bash scripts/recipes/accuracy.sh CHECKPOINT
+# Predictors are trained first and alone, one folder a density, side by side. Then calibration and Deja Vu's recipe are
+# trained, and perplexity and tasks of every method are scored at 0.7, 0.5 and 0.3, and the perplexity of budgets.
+# Variables: RUN_DIR (outputs/accuracy); CALIBRATION (c4) and TEST (wikitext), corpora or text files; TOKENS (440000) of
+# calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800); METHODS,
+# beside the predictor (leave cats out for models without gates); TASKS, comma-separated, with INCLUDE_PATH, a folder of
+# task files; REQUESTS, a file that `scripts.carried_tasks export` wrote, where lm-eval is not to be had.
+# Safe to run again: what is complete is kept.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/usage.sh
+source scripts/presets.sh
+
+if [ $# != 1 ]; then
+    echo "error: give one checkpoint: bash scripts/recipes/accuracy.sh CHECKPOINT (--help says more)" >&2
+    exit 2
+fi
+model=(--model "$1") run_dir="${RUN_DIR:-outputs/accuracy}" densities=(0.7 0.5 0.3)
+calibration="${CALIBRATION:-c4}" activations="${ACTIVATIONS:-${RUN_DIR:-outputs/accuracy}/activations}"
+methods="${METHODS:-oracle cats teal static random teal-all wina griffin}"
+tasks="${TASKS:-arc_easy,arc_challenge,openbookqa,winogrande,boolq,lambada_openai,arithmetic_words}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" NUM_GPUS=1
+set -m # a process group for each job, so that nothing is left running when this ends
+trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
+
+# `train FOLDER FLAGS...`
+train() {
+    local folder="$1"
+    shift
+    run_python train "${model[@]}" --dtype bfloat16 --activations "$activations" --output-dir "$run_dir/$folder" \
+        --units mlp "$@"
+}
+# `perplexity SUFFIX FLAGS...` and `answers SUFFIX FLAGS...`: records in perplexity$SUFFIX.jsonl, and in
+# accuracy$SUFFIX.jsonl or answers$SUFFIX.jsonl.
+perplexity() {
+    local suffix="$1"
+    shift
+    run_python evaluate "${model[@]}" --dtype float32 --tasks perplexity --corpus "${TEST:-wikitext}" --max-windows 60 \
+        --output "$run_dir/perplexity$suffix.jsonl" --resume "$@"
+}
+answers() {
+    local suffix="$1" asked
+    shift
+    asked=("${model[@]}" --dtype float32 --batch-size 128 --resume "$@")
+    if [ -n "${REQUESTS:-}" ]; then
+        run_python carried_tasks answer --requests "$REQUESTS" --output "$run_dir/answers$suffix.jsonl" "${asked[@]}"
+    else
+        run_python evaluate --tasks "$tasks" ${INCLUDE_PATH:+--include-path "$INCLUDE_PATH"} \
+            --output "$run_dir/accuracy$suffix.jsonl" "${asked[@]}"
+    fi
+}
+# `budget METHOD DENSITY FOLDER`: divide the bytes over the layers, and score that.
+budget() {
+    local file="$run_dir/budget_$1_$2.json" selection=(--method "$1" --mlp-density "$2" --predictors "$run_dir/$3")
+    if ! [ -f "$file" ]; then
+        run_python budget "${model[@]}" --dtype float32 --corpus "$calibration" --output "$file" "${selection[@]}"
+    fi
+    perplexity _budgets "${selection[@]}" --density-budget "$file"
+}
+
+run_python collect "${model[@]}" --dtype bfloat16 --corpus "$calibration" --output-dir "$activations" --units mlp \
+    --max-tokens "${TOKENS:-440000}" --resume
+# Side by side: a step is many small kernels, and no process alone keeps a GPU busy.
+pids=()
+for density in "${densities[@]}"; do
+    train "predictors_$density" --densities "$density" --refine-steps "${REFINE_STEPS:-800}" &
+    pids+=("$!")
+done
+for pid in "${pids[@]}"; do wait "$pid"; done
+train calibration --densities "${densities[@]}" --steps 0 --initialisation random --standin-rank 0 --refine-steps 0
+train deja_vu --densities "${densities[@]}" --loss bce --initialisation random --label-density 0.5 --rule topk \
+    --predictor-rank auto --standin-rank 0 --refine-steps 0
+
+for score in perplexity answers; do
+    for density in "${densities[@]}"; do
+        "$score" "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
+    done
+    # shellcheck disable=SC2086  (a list of words)
+    "$score" "" --method $methods --mlp-density "${densities[@]}" --predictors "$run_dir/calibration"
+    # In files of their own: labels do not tell one recipe of predictors from another.
+    "$score" _deja_vu --method predictor --mlp-density "${densities[@]}" --predictors "$run_dir/deja_vu"
+done
+for density in 0.5 0.3; do budget predictor "$density" "predictors_$density"; done
+case " $methods " in *" cats "*) budget cats 0.5 calibration ;; esac
+if [ -n "${REQUESTS:-}" ]; then
+    echo "answers lie in $run_dir; where lm-eval is, python -m scripts.carried_tasks fold makes records of them" >&2
+fi

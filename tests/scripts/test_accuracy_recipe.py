@@ -1,0 +1,115 @@
+"""The recipe of the accuracy tables: what is trained, and what is scored with which predictors; `stub` stands in for
+Python."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import scripts.evaluate
+
+STUB = """#!/usr/bin/env bash
+printf '%s\\n' "begin $*" >>calls
+case "$*" in *"${FAILS:-nothing}"*) exit 3 ;; esac
+case "$*" in *--refine-steps\\ 800*) sleep 0.5 ;; esac
+printf '%s\\n' "end $*" >>calls
+previous=""
+for flag in "$@"; do
+    case "$previous $flag" in --output*budget_*.json) mkdir -p "$(dirname "$flag")" && echo {} >"$flag" ;; esac
+    previous="$flag"
+done
+"""
+DENSITIES = ["0.7", "0.5", "0.3"]
+
+
+def run_recipe(checkout: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """The process, and what its calls of Python wrote when they began and ended: `begin ...`, `end ...`."""
+    shell = Path(scripts.evaluate.__file__).parent
+    (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
+    for name in ("presets.sh", "usage.sh", "recipes/accuracy.sh"):
+        shutil.copy(shell / name, checkout / "scripts" / name)
+    (checkout / "stub").write_text(STUB)
+    (checkout / "stub").chmod(0o755)
+    (checkout / "calls").unlink(missing_ok=True)
+    command = ["bash", str(checkout / "scripts/recipes/accuracy.sh"), *arguments]
+    environment = {**os.environ, "PYTHON": "./stub", **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    calls = checkout / "calls"
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def flags(call: str, name: str) -> list[str]:
+    """The values after a flag."""
+    return call.partition(f" {name} ")[2].partition(" --")[0].split()
+
+
+def begun(calls: list[str], stage: str) -> list[str]:
+    return [call for call in calls if call.startswith(f"begin -m scripts.{stage} ")]
+
+
+def test_predictors_are_trained_first_side_by_side_and_with_nothing_else(tmp_path: Path) -> None:
+    done, calls = run_recipe(tmp_path, "model", CALIBRATION="c4.jsonl", ACTIVATIONS="store")
+    assert done.returncode == 0, done.stderr
+    assert "scripts.collect --model model --dtype bfloat16 --corpus c4.jsonl --output-dir store --units mlp" in calls[0]
+    assert calls[0].endswith(" --max-tokens 440000 --resume") and calls[1].startswith("end -m scripts.collect")
+    trained, ended = calls[2:5], calls[5:8]
+    assert {call.split()[0] for call in trained} == {"begin"} and {call.split()[0] for call in ended} == {"end"}
+    for density in DENSITIES:
+        (call,) = [call for call in trained if f"--output-dir outputs/accuracy/predictors_{density} " in call]
+        assert flags(call, "--densities") == [density] and "--activations store " in call
+        assert call.endswith(" --refine-steps 800") and " --dtype bfloat16 " in call and " --units mlp " in call
+    assert [flags(call, "--output-dir")[0].split("/")[-1] for call in begun(calls[8:], "train")] == [
+        "calibration",
+        "deja_vu",
+    ]
+    assert all(flags(call, "--densities") == DENSITIES for call in begun(calls[8:], "train"))
+
+
+@pytest.mark.parametrize("requests", [False, True])
+def test_every_method_is_scored_at_every_density_with_its_predictors(tmp_path: Path, requests: bool) -> None:
+    variables = {"REQUESTS": "requests.json.gz"} if requests else {"TASKS": "a,b", "INCLUDE_PATH": "tasks"}
+    done, calls = run_recipe(tmp_path, "model", METHODS="oracle cats", RUN_DIR="run", TEST="wiki.txt", **variables)
+    assert done.returncode == 0, done.stderr
+    scored = begun(calls, "evaluate") + begun(calls, "carried_tasks")
+    runs = {"": set[tuple[str, ...]](), "_deja_vu": set[tuple[str, ...]]()}
+    for density in DENSITIES:
+        runs[""].add(("predictor", density, f"run/predictors_{density}"))
+        runs[""] |= {(method, density, "run/calibration") for method in ("oracle", "cats")}
+        runs["_deja_vu"].add(("predictor", density, "run/deja_vu"))
+    for suffix, expected in runs.items():
+        for name in ("perplexity", "answers" if requests else "accuracy"):
+            found = [call for call in scored if f" --output run/{name}{suffix}.jsonl " in call]
+            assert all(" --resume " in call and "--dtype float32" in call for call in found)
+            assert expected == {
+                (method, density, flags(call, "--predictors")[0])
+                for call in found
+                for method in flags(call, "--method")
+                for density in flags(call, "--mlp-density")
+            }
+            asked = "--requests requests.json.gz" if requests else "--tasks a,b --include-path tasks"
+            given = "--tasks perplexity --corpus wiki.txt" if name == "perplexity" else asked
+            assert found and all(given in call for call in found)
+    budgets = [("predictor", "0.5"), ("predictor", "0.3"), ("cats", "0.5")]
+    for stage in ("budget", "evaluate"):
+        found = [call for call in begun(calls, stage) if "budget_" in call]
+        assert [(*flags(call, "--method"), *flags(call, "--mlp-density")) for call in found] == budgets
+    assert ("scripts.carried_tasks fold makes records" in done.stderr) == requests
+
+
+def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
+    done, calls = run_recipe(tmp_path, "model", FAILS="predictors_0.5")
+    assert done.returncode == 3 and not begun(calls, "evaluate") and not begun(calls[5:], "train")
+    done, calls = run_recipe(tmp_path, "model", METHODS="static")
+    assert done.returncode == 0 and len(begun(calls, "budget")) == 2, "no cats, no budget of it"
+    done, calls = run_recipe(tmp_path, "model", METHODS="static")
+    assert done.returncode == 0 and not begun(calls, "budget") and begun(calls, "evaluate")
+
+
+def test_without_a_checkpoint_it_says_how_it_is_called(tmp_path: Path) -> None:
+    done, calls = run_recipe(tmp_path)
+    assert done.returncode == 2 and not calls
+    assert done.stderr == (
+        "error: give one checkpoint: bash scripts/recipes/accuracy.sh CHECKPOINT (--help says more)\n"
+    )
