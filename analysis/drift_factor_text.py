@@ -46,8 +46,9 @@ def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str
     told = f"{answer[0].upper()}{answer[1:]}."
     if opposed is not None:
         told = (
-            f"In recall: {answer}. In precision the other way, {_effect(opposed.effects.main[factor], opposed)}: the true "
-            "sets differ in size, and recall at equal picks favours the smaller, so these numbers alone do not settle it."
+            f"In recall: {answer}. In precision the other way, {_effect(opposed.effects.main[factor], opposed)}: the "
+            "true sets differ in size, and recall at equal picks favours the smaller, so these numbers alone do not "
+            "settle it."
         )
     sentences = [
         told,
