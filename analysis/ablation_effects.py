@@ -62,7 +62,7 @@ def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outco
         ("perplexity", "ln(perplexity / dense) with sparse {units}, look-ahead {lookahead}"),
         ("gain_share", "share of what always the same {units} miss that is found, look-ahead {lookahead}"),
         ("true_density", "{units} that are to be found"),
-        ("precision", "precision of {units} at density {density:g}, look-ahead {lookahead}"),
+        ("implied_precision", "precision of {units} at density {density:g}, look-ahead {lookahead}"),
     ):
         for block, units in BLOCKS.items():
             studied = [
@@ -101,7 +101,7 @@ def with_derived(records: Sequence[Record]) -> list[Record]:
             true_density = record["true_density"]
             precision = record["value"] * true_density / record["labels"]["mlp_density"]
             found.append({**record, "metric": "true_density", "value": true_density, "interval": None})
-            found.append({**record, "metric": "precision", "value": precision, "interval": None})
+            found.append({**record, "metric": "implied_precision", "value": precision, "interval": None})
         baseline = record.get("baseline") or {}
         if baseline.get("name") == "static" and baseline["value"] < 1.0:
             share = (record["value"] - baseline["value"]) / (1.0 - baseline["value"])

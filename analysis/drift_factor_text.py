@@ -62,7 +62,7 @@ def _opposed_precision(found: Sequence[ReportedEffects], factor: str) -> Reporte
     """Precision of neurons, if it certainly moves against their recall."""
     recall = found[0].effects.main[factor]
     for each in found:
-        change = each.effects.main.get(factor) if each.effects.outcome.metric == "precision" else None
+        change = each.effects.main.get(factor) if each.effects.outcome.metric == "implied_precision" else None
         if change is not None and change.value * recall.value < 0 and not (change.holds_zero or recall.holds_zero):
             return each
     return None
