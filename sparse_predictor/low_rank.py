@@ -13,6 +13,7 @@ from torch import Tensor
 
 # Share of the inputs' mean variance added to the diagonal: a few massive channels make the covariance near singular.
 RIDGE = 1e-4
+RIDGE_AT_MOST = 1e-2  # of the same, to make up for rounding
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class RegressionSums:
         cross = self.xy / self.count - torch.outer(mean_x, mean_y)
         # With C = G G', the fitted outputs' strongest directions are the top singular vectors of G^-1 cross.
         root, failed = torch.linalg.cholesky_ex(covariance)
+        # Products were rounded to float32: where means are large beside what varies, that alone can make an eigenvalue
+        # negative. Not where rounding is all there is.
+        rounding = torch.finfo(torch.float32).eps * self.xx.diagonal().sum() / self.count
+        if bool(failed) and bool(rounding < RIDGE_AT_MOST * covariance.diagonal().mean()):
+            covariance.diagonal().add_(rounding)
+            root, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed) or not bool(root.isfinite().all()):
             raise ValueError(
                 f"regression: inputs ({self.count:.0f} rows of {len(mean_x)}) that are too few, constant or not "

@@ -135,3 +135,16 @@ def test_a_predictor_uses_what_belongs_to_its_density() -> None:
     assert torch.allclose(predictor.scores(x), x @ predictor.first.T @ predictor.second.T + predictor.bias)
     standin = x @ predictor.standin_in[1].T @ predictor.standin_out[1].T + predictor.standin_bias[1]
     assert torch.allclose(predictor.standin(x, 1), standin)
+
+
+def test_large_means_beside_small_variances_do_not_fail_by_rounding() -> None:
+    """Eigenvalues of the covariance far below what float32 products of such rows are rounded by."""
+    generator = torch.Generator().manual_seed(0)
+    x = 1.5 + 0.03 * torch.randn(64, 4, generator=generator) @ torch.randn(4, 32, generator=generator)
+    y = (x - 1.5) @ torch.randn(32, 5, generator=generator)
+    sums = RegressionSums(32, 5, "cpu")
+    sums.add(x, y)
+    sums.xx -= 2e-4 * torch.eye(32, dtype=torch.float64)  # rounding in its worst direction, on any machine
+    fitted = sums.fit(4)
+    found = x @ fitted.first.T @ fitted.second.T + fitted.bias
+    assert float((found - y).square().mean()) < 0.05 * float(y.var(0).mean())
