@@ -26,7 +26,7 @@ class LowRankMap:
 
 
 class RegressionSums:
-    """First and second moments of (x, y) rows: each chunk's products in its own float32, their sum in float64."""
+    """First and second moments of (x, y) rows: each chunk's products in its own float32, sums in float64."""
 
     def __init__(self, num_inputs: int, num_outputs: int, device: torch.device | str) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -41,8 +41,9 @@ class RegressionSums:
         if weight is None:
             weight = torch.ones_like(x[:, 0])
         self.count += float(weight.sum())
-        self.x += weight @ x
-        self.y += weight @ y
+        # Means are taken from second moments: what their sums are rounded by counts as often as the mean is large.
+        self.x += (weight[:, None] * x).sum(0, dtype=torch.float64)
+        self.y += (weight[:, None] * y).sum(0, dtype=torch.float64)
         root = weight.sqrt()[:, None]
         x, y = x * root, y * root
         self.yy += y.square().sum(0)
