@@ -30,6 +30,8 @@ TRAITS: tuple[tuple[str, str, tuple[dict[str, Any], ...]], ...] = (
     ("activations that are exactly zero", "exact_zeros", ({},)),
     ("held-out loss of the dense model", "loss", ({},)),
 )
+# Of these: what is found of the units that always the same ones miss.
+GAIN_SHARES = {"recall": "gain_share", "r_precision": "r_gain_share"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outco
         ("gain_share", "share of what always the same {units} miss that is found, look-ahead {lookahead}"),
         ("true_density", "{units} that are to be found"),
         ("implied_precision", "precision of {units} at density {density:g}, look-ahead {lookahead}"),
+        ("r_precision", "R-precision of {units}, look-ahead {lookahead}"),
+        ("r_gain_share", "share of what always the same {units} miss that is found at R picks, look-ahead {lookahead}"),
     ):
         for block, units in BLOCKS.items():
             studied = [
@@ -88,22 +92,25 @@ def _trait_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outcome]]:
 
 
 def with_derived(records: Sequence[Record]) -> list[Record]:
-    """The records and, of recalls, how many units the true set holds, the precision (of exactly as many picked as the
-    density says) and what is found of the rest where the same units for every token have some of it. Recall at equal
-    picks favours the smaller true set, so it is told with these beside it."""
+    """The records and, of recalls, how many units the true set holds and the precision (of exactly as many picked as
+    the density says); of recalls and R-precisions, what is found of the rest where the same units for every token have
+    some of it.
+
+    R-precision is that among a token's R best-scored units, R its own number of true ones. Recall at equal picks
+    favours the smaller true set, chance finds more of the larger at R picks, so both are told with these beside them.
+    """
     found = list(records)
     for record in records:
-        if record["metric"] != "recall" or record["labels"].get("study") != "lookahead":
+        share_name = GAIN_SHARES.get(record["metric"])
+        if share_name is None or record["labels"].get("study") != "lookahead":
             continue
-        if (
-            record.get("true_density") is not None and record["labels"]["block"] == "mlp"
-        ):  # groups of heads have no zeros
-            true_density = record["true_density"]
+        true_density = record.get("true_density") if record["metric"] == "recall" else None
+        if true_density is not None and record["labels"]["block"] == "mlp":  # groups of heads have no zeros
             precision = record["value"] * true_density / record["labels"]["mlp_density"]
             found.append({**record, "metric": "true_density", "value": true_density, "interval": None})
             found.append({**record, "metric": "implied_precision", "value": precision, "interval": None})
         baseline = record.get("baseline") or {}
         if baseline.get("name") == "static" and baseline["value"] < 1.0:
             share = (record["value"] - baseline["value"]) / (1.0 - baseline["value"])
-            found.append({**record, "metric": "gain_share", "value": share, "interval": None})
+            found.append({**record, "metric": share_name, "value": share, "interval": None})
     return found

@@ -39,33 +39,59 @@ def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str
         return [f"{CANNOT_TELL}: the models of the ablation do not differ in {FACTOR_NAMES[factor]}."]
     change = primary.main[factor]
     before, after = primary.level_means(factor)
-    answer = headline(-change, primary.share_of_missed(factor))
     first, second = (LEVEL_NAMES[level] for level in FACTORS[factor])
     seeds = f"{len(primary.seeds)} seed{'s' if len(primary.seeds) > 1 else ''}"
-    opposed = _opposed_precision(found, factor)
-    told = f"{answer[0].upper()}{answer[1:]}."
-    if opposed is not None:
-        told = (
-            f"In recall: {answer}. In precision the other way, {_effect(opposed.effects.main[factor], opposed)}: the "
-            "true sets differ in size, and recall at equal picks favours the smaller, so these numbers alone do not "
-            "settle it."
-        )
     sentences = [
-        told,
+        _answer(found, factor),
         f"With {second} instead of {first}, {found[0].title} goes from {100 * before:.1f} % to {100 * after:.1f} %: "
         f"{_effect(change, found[0])} (means over {primary.num_models} small models, paired over {seeds}).",
     ]
     return [*sentences, *_further_sentences(found[1:], factor), *_interaction_sentences(primary, factor)]
 
 
-def _opposed_precision(found: Sequence[ReportedEffects], factor: str) -> ReportedEffects | None:
-    """Precision of neurons, if it certainly moves against their recall."""
-    recall = found[0].effects.main[factor]
+def _answer(found: Sequence[ReportedEffects], factor: str) -> str:
+    """The judgement of recall; where precision certainly moves against it, that of R-precision, if there is any."""
+    answer = _judged(found[0].effects, factor)
+    recall, opposed = found[0].effects.main[factor], _of_metric(found, "implied_precision", factor)
+    if opposed is None or not _go_apart(recall, opposed.effects.main[factor]):
+        return f"{answer[0].upper()}{answer[1:]}."
+    both = f"{answer}. In precision the other way, {_effect(opposed.effects.main[factor], opposed)}: the true sets "
+    both += "differ in size, and recall at equal picks favours the smaller"
+    settling = _of_metric(found, "r_precision", factor)
+    if settling is None:
+        return f"In recall: {both}, so these numbers alone do not settle it."
+    change = settling.effects.main[factor]
+    before, after = settling.effects.level_means(factor)
+    moved = f"{100 * before:.1f} % to {100 * after:.1f} %: {_effect(change, settling)}"
+    if not change.holds_zero:
+        is_against = _go_apart(recall, change)
+        # R random picks of U units find R / U of the true ones, and precision went up because R did.
+        moved += (
+            ", against recall (chance finds more of the larger true set, too)" if is_against else ", as recall does"
+        )
+    return (
+        f"In {settling.title} (of as many picks as each token has neurons to be found): "
+        f"{_judged(settling.effects, factor)}; it goes from {moved}. In recall at equal picks: {both}."
+    )
+
+
+def _judged(effects: FactorEffects, factor: str) -> str:
+    """Of a share that is 1 at best: whether the factor explains what is missed."""
+    return headline(-effects.main[factor], effects.share_of_missed(factor))
+
+
+def _of_metric(found: Sequence[ReportedEffects], metric: str, factor: str) -> ReportedEffects | None:
+    """Effects on a metric of neurons, if the factor varies there."""
     for each in found:
-        change = each.effects.main.get(factor) if each.effects.outcome.metric == "implied_precision" else None
-        if change is not None and change.value * recall.value < 0 and not (change.holds_zero or recall.holds_zero):
+        outcome = each.effects.outcome
+        if outcome.metric == metric and dict(outcome.labels).get("block") == "mlp" and factor in each.effects.main:
             return each
     return None
+
+
+def _go_apart(one: Estimate, other: Estimate) -> bool:
+    """Whether two changes certainly have different signs."""
+    return one.value * other.value < 0 and not (one.holds_zero or other.holds_zero)
 
 
 def _further_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str]:

@@ -42,7 +42,8 @@ class RelufiedPair:
 
 
 def relufied_pairs(records: Sequence[Record]) -> list[RelufiedPair]:
-    """What is told of it: zeros, energy, held-out perplexity, recall one layer ahead, sparse perplexity and speed."""
+    """What is told of it: zeros, energy, held-out perplexity, recall and R-precision one layer ahead, sparse perplexity
+    and speed."""
     found = latest_records([record for record in records if record["name"] == NAME])
     pairs = [
         _first(found, "exact zeros", "%", 100.0, metric="exact_zeros"),
@@ -50,9 +51,12 @@ def relufied_pairs(records: Sequence[Record]) -> list[RelufiedPair]:
         _first(found, "held-out perplexity before training", "", 1.0, BEFORE_TRAINING, metric="perplexity", **PLAIN),
         _first(found, "held-out perplexity", "", 1.0, metric="perplexity", **PLAIN),
     ]
-    for block, units in BLOCKS.items():
-        labels: dict[str, Any] = {"metric": "recall", "study": "lookahead", "block": block, "lookahead": 1}
-        pairs.append(_first(found, f"recall of {units}, look-ahead 1", "%", 100.0, **labels))
+    for metric, title, block in (
+        *(("recall", f"recall of {units}", block) for block, units in BLOCKS.items()),
+        ("r_precision", "R-precision of neurons", "mlp"),
+    ):
+        labels: dict[str, Any] = {"metric": metric, "study": "lookahead", "block": block, "lookahead": 1}
+        pairs.append(_first(found, f"{title}, look-ahead 1", "%", 100.0, **labels))
     timed = [record for record in found if record["metric"] == "tokens_per_s" and record["labels"].get("mlp_density")]
     for density in sorted({record["labels"]["mlp_density"] for record in timed}, reverse=True):
         sparse = {"mlp_density": density, "study": None}

@@ -5,20 +5,20 @@ Used by `scripts.drift` and, on each small model that they train, by `scripts.ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from loguru import logger
 from torch import Tensor
 
-from analysis.drift_facts import DENSITY_LABELS
-from analysis.embedding_drift import AddUp, DriftSums, Measure, StateMoments, StateRows, StateSource
+from analysis.embedding_drift import AddUp, DriftSums, StateMoments, StateRows, StateSource
 from analysis.linear_cka import CkaSums
-from analysis.results import Record, environment_stamp, make_record
+from analysis.results import Record, environment_stamp
 from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import progress
+from scripts.drift_book import DriftBook
 from scripts.drift_sources import WindowStates
 from scripts.drift_text import MIN_WINDOWS, check_calibration
 from sparse_predictor.activation_study import ActivationPoint, activation_study
@@ -96,7 +96,7 @@ def drift_records(
     settings = settings or DriftSettings()
     settings.check()
     mesh = mesh or ParallelMesh.single(model.device)
-    book = _Book(name, labels, environment_stamp(str(model.device)))
+    book = DriftBook(name, labels, environment_stamp(str(model.device)))
     parts = set(settings.parts)
     if "distance" in parts and mesh.world_size == 1:
         check_calibration(calibration.numel(), calibration.shape[1], model.config.hidden_size)
@@ -151,7 +151,9 @@ def drift_measure_records(
     for each in sums:
         each.finish(add_up)
     measures = [measure for each in sums for measure in each.measures(seed)]
-    return _Book(name, labels, environment_stamp(str(states.device))).of_measures(measures, num_tokens=states.num_rows)
+    return DriftBook(name, labels, environment_stamp(str(states.device))).of_measures(
+        measures, num_tokens=states.num_rows
+    )
 
 
 def _distance_points(
@@ -205,95 +207,3 @@ def _mover(bar: Any) -> Callable[[int, int], None]:
         bar.update(done - bar.n)
 
     return move
-
-
-@dataclass(frozen=True)
-class _Book:
-    """Makes records with the labels and the environment that all of them share."""
-
-    name: str
-    labels: Mapping[str, Any]
-    environment: Mapping[str, Any]
-
-    def record(self, metric: str, value: float, labels: Mapping[str, Any], unit: str = "", **more: Any) -> Record:
-        return make_record(
-            self.name, {**self.labels, **labels}, metric, value, unit, environment=self.environment, **more
-        )
-
-    def of_measures(self, measures: Iterable[Measure], *, num_tokens: int) -> list[Record]:
-        """Cosines, relative updates, CKA."""
-        return [
-            self.record(
-                one.metric,
-                one.value,
-                {**one.labels, "num_tokens": num_tokens},
-                interval=one.interval,
-                per_layer=one.per_layer,
-                **one.extras,
-            )
-            for one in measures
-        ]
-
-    def of_distances(self, points: Iterable[DistancePoint]) -> list[Record]:
-        """Recall (against the same units for every token), precision, recall_drop (recall at look-ahead 0 minus that on
-        the same tokens and layers: above 0, distance costs), perplexity (against dense) and loss_rise."""
-        found = []
-        for one in points:
-            labels: dict[str, Any] = {
-                "study": one.study,
-                "block": one.block,
-                "lookahead": one.lookahead,
-                "predictor_rank": one.predictor_rank,
-                "calibration_tokens": one.calibration_tokens,
-                DENSITY_LABELS[one.block]: one.density,
-                "num_tokens": one.num_tokens,
-            }
-            found.append(
-                self.record(
-                    "recall",
-                    one.recall,
-                    labels,
-                    baseline={"name": "static", "value": one.static_recall},
-                    interval=one.recall_interval,
-                    per_layer=one.per_layer_recall,
-                    predicted_density=one.predicted_density,
-                    true_density=one.true_density,
-                )
-            )
-            found.append(self.record("precision", one.precision, labels, interval=one.precision_interval))
-            if one.lookahead:
-                low, high = one.recall_drop_interval
-                found.append(self.record("recall_drop", -one.recall_drop, labels, interval=(-high, -low)))
-            if one.perplexity is None:
-                continue
-            labels |= {"num_tokens": one.perplexity_tokens}
-            dense = {"name": "dense", "value": one.dense_perplexity}
-            found.append(
-                self.record(
-                    "perplexity",
-                    one.perplexity,
-                    labels,
-                    baseline=dense,
-                    interval=one.perplexity_interval,
-                    ratio_interval=one.perplexity_ratio_interval,
-                )
-            )
-            if one.lookahead and one.loss_rise is not None:
-                found.append(self.record("loss_rise", one.loss_rise, labels, "nats", interval=one.loss_rise_interval))
-        return found
-
-    def of_activations(self, points: Iterable[ActivationPoint], *, num_tokens: int) -> list[Record]:
-        """How neurons' outputs are spread, and how long they stay active: against chance, and against neurons that are
-        often active anyway (`static`)."""
-        found = []
-        for one in points:
-            compared: dict[str, Any] = {}
-            if one.chance is not None:
-                compared["baseline"] = {"name": "chance", "value": one.chance}
-            if one.static is not None:
-                compared |= {"static": one.static, "above_static": one.above_static}
-                compared["above_static_interval"] = one.above_static_interval
-            labels = {**one.labels, "num_tokens": num_tokens}
-            more = {"interval": one.interval, "per_layer": one.per_layer, **compared}
-            found.append(self.record(one.metric, one.value, labels, **more))
-        return found

@@ -1,6 +1,6 @@
 """What the distance study counts: overlaps of predicted and true units by window, and losses of attached predictors.
 
-Legend: B batch, W windows, T tokens, n rows, U units.
+Legend: B batch, W windows, T tokens, n rows, U units, R a row's own number of true units.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,11 +32,12 @@ from sparse_predictor.streams import Stream, advance, begin_stream
 
 @dataclass
 class BlockMeasures:
-    """Of one kind of block: true units by layer, and how many of them each setting chose, counts [W]; the predictors
-    that are to be attached, by setting and layer."""
+    """Of one kind of block: true units by layer, and how many of them each setting chose (`found_at_r`: among each
+    token's R best, see `true_among_best`), counts [W]; the predictors that are to be attached, by setting and layer."""
 
     true: dict[int, Tensor] = field(default_factory=dict)
     found: dict[tuple[Setting, int], Tensor] = field(default_factory=dict)
+    found_at_r: dict[tuple[Setting, int], Tensor] = field(default_factory=dict)
     predictors: dict[Setting, dict[int, Predictor]] = field(default_factory=dict)
 
 
@@ -90,6 +91,7 @@ def _test_layer(
     maps = {setting: fits[setting.reach(layer)].at(setting.rank) for setting in plan.measured_at(layer)}
     true_counts: list[Tensor] = []
     found_counts: dict[Setting, list[Tensor]] = {setting: [] for setting in maps}
+    counts_at_r: dict[Setting, list[Tensor]] = {setting: [] for setting in maps}
     for place, stream in enumerate(streams):
         if not maps:
             advance(model, stream, layer, plan.block)
@@ -97,13 +99,30 @@ def _test_layer(
         num_windows = len(stream.hidden_states)
         true = largest_writers(advance_observed(model, stream, layer, plan.block), plan.count)
         true_counts.append(_by_window(true, num_windows))
+        # Then the R best are those that are chosen anyway, and nothing needs to be sorted.
+        is_full = bool((true.sum(1) == plan.count).all())
         for setting, fitted in maps.items():
             scores = scores_of(fitted, inputs.chunks[layer - setting.lookahead][place])
             chosen = ActiveSet.from_scores(scores, plan.count).mask
             found_counts[setting].append(_by_window(chosen & true, num_windows))
+            counts_at_r[setting].append(
+                found_counts[setting][-1] if is_full else _by_window(true_among_best(scores, true), num_windows)
+            )
     if maps:
         measured.true[layer] = torch.cat(true_counts)
         measured.found |= {(setting, layer): torch.cat(counts) for setting, counts in found_counts.items()}
+        measured.found_at_r |= {(setting, layer): torch.cat(counts) for setting, counts in counts_at_r.items()}
+
+
+def true_among_best(scores: Tensor, true: Tensor) -> Tensor:
+    """Which of each row's R best-scored units are true: scores [n, U], true bool [n, U] -> bool [n, U], best first.
+
+    Of equal scores the unit of the lower index comes first. A row with nothing true has nothing set. Their share of
+    the true units is R-precision (Manning, Raghavan and Schütze 2008, Introduction to Information Retrieval, ch. 8.4).
+    """
+    best_first = scores.sort(dim=1, descending=True, stable=True).indices
+    places = torch.arange(scores.shape[1], device=scores.device)
+    return true.gather(1, best_first) & (places < true.sum(1, keepdim=True))
 
 
 def _by_window(mask: Tensor, num_windows: int) -> Tensor:

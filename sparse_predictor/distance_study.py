@@ -6,14 +6,18 @@ makes prediction hard, recall would have to fall with distance; a cosine between
 
 Density is held exactly, for every activation function alike: the top units of each token by score are chosen
 (`num_kept`), the top by |a_j| * ||down_j|| (groups of heads: output norm) are true, less those that write nothing.
-So where nothing is exactly zero precision equals recall; with ReLU it falls below, as chosen units find only zeros.
+So where nothing is exactly zero precision equals recall; with ReLU it falls below, as chosen units find only zeros, and
+recall at so many picks favours it. R-precision favours neither way of counting: of each token only the R best-scored
+units count, R its own number of true units, so that precision and recall are one number (Manning, Raghavan and Schütze
+2008, Introduction to Information Retrieval, ch. 8.4; here, like recall, pooled over tokens: a token counts R times).
+Chance alone reaches the density of the true set, so it is compared with the same units for every token.
 
 Recall is measured on the dense model's states, pooled over tokens and over the layers that really look ahead (layer >=
 look-ahead); perplexity in runs with the very predictors attached to all layers, where the first layers, which have
 nothing that far back, read their own input. Every interval is a bootstrap over windows of test text; differences are
 paired: same tokens, same layers.
 
-Legend: W windows, T tokens, S resamples.
+Legend: W windows, T tokens, S resamples, R a token's number of true units.
 """
 
 import math
@@ -39,7 +43,9 @@ class DistancePoint:
     """One predictor of one kind of block, at every layer.
 
     `own_recall`: the same predictor on the block's own input, same tokens and layers; `recall_drop` is recall minus
-    that (below 0: distance costs). `static_recall`: the same units for every token, those of the largest mean. What
+    that (below 0: distance costs). `static_recall`: the same units for every token, those of the largest mean.
+    `r_precision`: the share of true units among as many picks as each token has true ones, equal to recall where that
+    is always `predicted_density`; `static_r_precision`: the same units' order for every token, cut at its R. What
     `per_layer_recall` does not hold (layer not sampled, or nothing that far back) is None. `true_density`: share of
     units that are true (below `predicted_density` where units are exactly zero). `loss_rise`: nats a token above the
     run at look-ahead 0, same text. None: not measured. `num_tokens`, `perplexity_tokens`: of test text.
@@ -65,6 +71,10 @@ class DistancePoint:
     recall_drop_interval: Interval
     static_recall: float
     static_recall_interval: Interval
+    r_precision: float
+    r_precision_interval: Interval
+    static_r_precision: float
+    static_r_precision_interval: Interval
     perplexity: float | None = None
     perplexity_interval: Interval | None = None
     perplexity_tokens: int | None = None
@@ -176,19 +186,27 @@ def _recall_fields(
     num_layers: int,
     window: int,
 ) -> dict[str, Any]:
-    """What a point says of recall, over the layers that look as far ahead as the setting."""
+    """What a point says of recall and precision, over the layers that look as far ahead as the setting."""
     layers = plan.layers_looking_ahead(setting.lookahead)
 
     def by_window(counts: Mapping[Any, Tensor], key: Callable[[int], Any]) -> Tensor:
         return torch.stack([counts[key(layer)] for layer in layers]).double().cpu()  # [layers, W]
 
+    def by_setting(counts: Mapping[tuple[Setting, int], Tensor]) -> dict[Setting, Tensor]:
+        return {
+            one: by_window(counts, lambda layer, one=one: (one, layer))  # type: ignore[misc]
+            for one in {setting, setting.without_distance, plan.static}
+        }
+
+    def share_of_true(counts: Tensor) -> tuple[float, Tensor]:
+        return float(ratio(counts.sum(), true.sum())), resampling.ratios(counts.sum(0), true.sum(0))
+
     true = by_window(measured.true, lambda layer: layer)
-    found = {
-        one: by_window(measured.found, lambda layer, one=one: (one, layer))  # type: ignore[misc]
-        for one in {setting, setting.without_distance, plan.static}
-    }
-    recall = {one: float(ratio(counts.sum(), true.sum())) for one, counts in found.items()}
-    resampled = {one: resampling.ratios(counts.sum(0), true.sum(0)) for one, counts in found.items()}
+    found, found_at_r = by_setting(measured.found), by_setting(measured.found_at_r)
+    recalls = {one: share_of_true(counts) for one, counts in found.items()}
+    recall = {one: share for one, (share, _) in recalls.items()}
+    resampled = {one: draws for one, (_, draws) in recalls.items()}
+    r_precision, static_r_precision = (share_of_true(found_at_r[one]) for one in (setting, plan.static))
     num_chosen = torch.full_like(true, float(plan.count * window))
     precision = float(found[setting].sum() / num_chosen.sum())
     own = setting.without_distance
@@ -210,6 +228,10 @@ def _recall_fields(
         "recall_drop_interval": resampling.interval(recall_drop, resampled[setting] - resampled[own]),
         "static_recall": recall[plan.static],
         "static_recall_interval": resampling.interval(recall[plan.static], resampled[plan.static]),
+        "r_precision": r_precision[0],
+        "r_precision_interval": resampling.interval(*r_precision),
+        "static_r_precision": static_r_precision[0],
+        "static_r_precision_interval": resampling.interval(*static_r_precision),
     }
 
 

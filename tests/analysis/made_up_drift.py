@@ -49,6 +49,20 @@ def ablation_record(metric: str, levels: Sequence[str], seed: int, value: float,
     return record("ablation", metric, value, interval=[value - 0.01, value + 0.01], **{**model, **labels})
 
 
+def ablation(
+    effects: Mapping[str, float], *, noise: float = 0.0, seeds: int = 3, metric: str = "recall", **labels: Any
+) -> list[Record]:
+    """0.8 plus the effect of each factor at its second level; effects move by the noise from seed to seed."""
+    records = []
+    for seed, kind in itertools.product(range(seeds), itertools.product(*FACTORS.values())):
+        value = 0.8
+        for level, (factor, levels) in zip(kind, FACTORS.items(), strict=True):
+            value += (effects.get(factor, 0.0) + noise * (seed - 1)) * (level == levels[1])
+        settings = {"study": "lookahead", "block": "mlp", "lookahead": 1, "mlp_density": 0.5, **labels}
+        records.append(ablation_record(metric, kind, seed, value, **settings))
+    return records
+
+
 def whole_study(*, num_layers: int = 12, seeds: int = 3) -> list[Record]:
     """Everything a full study would write of one model, an ablation of eight small ones, and a relufication."""
     source = random.Random(0)
@@ -109,6 +123,8 @@ def _drift(name: str, labels: dict[str, Any], num_layers: int, source: random.Ra
             values = [None] * lookahead + [before - less for before, less in zip(own[lookahead:], lost, strict=True)]
             yield of("recall", values, 0.006, static, **study)
             yield of("precision", values, 0.006, **study)
+            if block == "mlp":
+                yield of("r_precision", values, 0.006, static, **study)
             if lookahead:
                 yield of("recall_drop", lost, 0.002, **study)
             if lookahead in (0, 1, 4, 8):

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
 
 from analysis.drift_verdict import answers, verdict
-from analysis.factor_effects import FACTORS
 from analysis.results import Record, make_record
-from tests.analysis.made_up_drift import ablation_record, lookahead_record, record
+from tests.analysis.made_up_drift import ablation, lookahead_record, record
 
 QUESTIONS = [
     "Does drift explain it?",
@@ -30,20 +25,6 @@ def distance(drop: float, half: float | None, *, recall: float = 0.7, far: float
         lookahead_record("recall_drop", 1, drop, half),
         lookahead_record("recall_drop", 4, far, 0.02),
     ]
-
-
-def ablation(
-    effects: Mapping[str, float], *, noise: float = 0.0, seeds: int = 3, metric: str = "recall", **labels: Any
-) -> list[Record]:
-    """0.8 plus the effect of each factor at its second level; effects move by the noise from seed to seed."""
-    records = []
-    for seed, kind in itertools.product(range(seeds), itertools.product(*FACTORS.values())):
-        value = 0.8
-        for level, (factor, levels) in zip(kind, FACTORS.items(), strict=True):
-            value += (effects.get(factor, 0.0) + noise * (seed - 1)) * (level == levels[1])
-        settings = {"study": "lookahead", "block": "mlp", "lookahead": 1, "mlp_density": 0.5, **labels}
-        records.append(ablation_record(metric, kind, seed, value, **settings))
-    return records
 
 
 def texts(records: list[Record]) -> dict[str, str]:

@@ -81,6 +81,7 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
             "recall",
             "recall_drop",
             "precision",
+            "r_precision",
             "energy_share",
             "exact_zeros",
         } <= {record["metric"] for record in mine}

@@ -42,7 +42,7 @@ def test_the_stage_leaves_records_verdict_plots_and_a_report(study: tuple[Path, 
     assert {record["name"] for record in records} == {"drift"}
     assert {record["metric"] for record in records} >= {
         *("cosine", "cka", "relative_update"),
-        *("recall", "precision", "recall_drop", "perplexity", "loss_rise"),
+        *("recall", "precision", "r_precision", "recall_drop", "perplexity", "loss_rise"),
         *("energy_share", "exact_zeros", "boundary_margin", "reuse_tokens", "reuse_layers"),
     }
     for record in records:

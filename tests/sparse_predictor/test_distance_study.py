@@ -60,7 +60,7 @@ def seen_by(kind: str, windows: torch.Tensor) -> tuple[Seen, Seen]:
 
 def regression(x: np.ndarray, sizes: np.ndarray, rank: int) -> Callable[[np.ndarray], np.ndarray]:
     """Least squares on the root of relative sizes, cut to the strongest `rank` directions of what it fits."""
-    y = np.sqrt(np.minimum(sizes / sizes.mean(1, keepdims=True), 12.0))
+    y = np.sqrt(np.minimum(sizes / np.maximum(sizes.mean(1, keepdims=True), 1e-300), 12.0))
     centred, target = x - x.mean(0), y - y.mean(0)
     ridge = math.sqrt(len(x) * RIDGE * (centred**2).mean())
     augmented = np.vstack([centred, ridge * np.eye(x.shape[1])])
@@ -251,6 +251,7 @@ def test_a_gpu_finds_the_same_numbers(kind: str) -> None:
     for one, other in zip(here, there, strict=True):
         assert other.recall == pytest.approx(one.recall, abs=0.01)
         assert other.recall_drop == pytest.approx(one.recall_drop, abs=0.01)
+        assert other.r_precision == pytest.approx(one.r_precision, abs=0.01)
         assert (other.perplexity is None) == (one.perplexity is None)
         if one.perplexity is not None:
             assert other.perplexity == pytest.approx(one.perplexity, rel=0.05)
