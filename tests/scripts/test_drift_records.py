@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from analysis.results import Record
 from modules.checkpoint import load_model
 from scripts.drift import Options, main
-from scripts.drift_book import RecordBook
+from scripts.drift_book import DriftBook
 from scripts.drift_records import DriftSettings, drift_records
 from sparse_predictor.distance_study import distance_study
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
@@ -149,7 +149,7 @@ def test_too_little_text_to_fit_on_is_refused_wherever_it_comes_from() -> None:
 
 def test_r_precision_is_recorded_of_neurons_against_the_same_ones_for_every_token() -> None:
     points = distance_study(tiny_decoder(KINDS["opt"]), random_tokens(24, 16), random_tokens(3, 16, seed=1))
-    records = RecordBook("drift", LABELS, {}).of_distances(points)
+    records = DriftBook("drift", LABELS, {}).of_distances(points)
     found = [record for record in records if record["metric"] == "r_precision"]
     neurons = [point for point in points if point.block == "mlp"]
     assert {point.block for point in points} == {"mlp", "attention"} and len(found) == len(neurons) > 0
