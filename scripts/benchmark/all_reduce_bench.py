@@ -81,6 +81,8 @@ def make_inputs(point: Point, ranks: int, dtype: torch.dtype, device: torch.devi
 
 
 PEER = "peer"
+COPIES = "copies"  # two-shot whose data the copy engines move: as split prefills have it, and not timed here
+FUSED = (*OURS, COPIES)
 Peer = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 MakePeer = Callable[[Any, int, int, torch.dtype, torch.device], Peer]
 
@@ -142,7 +144,7 @@ class GpuMethods:
         begin(self.workspace)
 
     def leave(self, method: str, partial: Tensor) -> None:
-        if method in OURS:  # whose calls take turns
+        if method in FUSED:  # whose calls take turns
             self.workspace.partials[:, : len(partial)] = partial
         elif method not in (PEER, baseline_all_reduce.UNFUSED, "nccl"):
             self._symmetric[: len(partial)] = partial
@@ -151,11 +153,13 @@ class GpuMethods:
         self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
     ) -> tuple[Tensor, Tensor]:
         num_tokens = len(partial)
-        if method in OURS:
+        if method in FUSED:
             own = None if left or method != "one-shot" else partial
             if not left and own is None:
                 self.workspace.partial(num_tokens).copy_(partial)
             options: dict[str, Any] = {"kind": "rms", "eps": EPS, "strategy": method, "own": own}
+            if method == COPIES:
+                options |= {"strategy": "two-shot", "max_programs": 0}
             return all_reduce_norm(self.workspace, num_tokens, residual, weight, None, None, **options)
         if method == PEER:
             assert self._peer is not None
@@ -167,7 +171,7 @@ class GpuMethods:
         return fused_add_norm(total, residual, weight, None, None, kind="rms", eps=EPS, out_dtype=self.dtype)
 
     def owned(self, method: str, num_tokens: int) -> slice:
-        if method != "two-shot":
+        if method not in ("two-shot", COPIES):
             return slice(num_tokens)
         rows = owned_rows(num_tokens, self.mesh.tp_rank, self.mesh.tp_size)
         return slice(rows.start, rows.stop)
@@ -236,7 +240,7 @@ class Bench:
             methods.leave(name, partial)
         hidden, residual = methods.run(name, partial, inputs.residual[owned], inputs.weight, left=is_left(point))
         errors = (largest_row_error(hidden, expected[0]), largest_row_error(residual, expected[1][owned]))
-        kind = "ours" if name in OURS else "others"
+        kind = "ours" if name in FUSED else "others"
         limits = (MAX_ERROR[kind], MAX_RESIDUAL_ERROR[transport_of(name, methods.transport)])
         found = self.mesh.gather((errors, checksum(hidden).tolist()))
         for rank, (of_rank, _) in enumerate(found):
@@ -246,7 +250,7 @@ class Bench:
                         f"{name} at {point}: a row of rank {rank}'s {what} is off by {error} of what the equation "
                         f"gives (at most {limit}); it is not timed"
                     )
-        if name in OURS and any(checksum_of_rank != found[0][1] for _, checksum_of_rank in found):
+        if name in FUSED and any(checksum_of_rank != found[0][1] for _, checksum_of_rank in found):
             raise ValueError(f"{name} at {point}: the ranks' hidden states differ; it is not timed")
 
     def link_gb_per_s(self, num_bytes: int = LINK_BYTES) -> float:
@@ -261,10 +265,10 @@ class Bench:
 
 
 def transport_of(method: str, transport: str) -> str:
-    """How a method's data travel; one-shot takes the peers' values one by one even where the switch could add."""
-    if method not in OURS:
+    """How a method's data travel; all but the two-shot kernel's go one by one even where the switch could add."""
+    if method not in FUSED:
         return "others"
-    return "p2p" if method == "one-shot" else transport
+    return transport if method == "two-shot" else "p2p"
 
 
 def is_left(point: Point) -> bool:

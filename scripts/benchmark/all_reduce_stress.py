@@ -1,5 +1,9 @@
 """Thousands of calls of the fused all-reduce in a row: sizes alternate, input changes, one rank is late, graphs or not.
 
+It is late in three ways: to a call (its peers wait for what it adds); in reading its peers' partial sums, once they are
+all there (its peers, which have what they need, go on as far as they may); and in reading its result, which its peers'
+next call overwrites. Reading peers late is for calls made of copies: within one kernel nothing can be put in between.
+
 Nothing waits for the device in between, so that a rank may be ahead of the others wherever the kernels let it. Every
 result is compared with the equation in float32, on the device, hidden states and residual, and at the end the hidden
 states with the other ranks' bit for bit; then the signal pads must be zero.
@@ -11,20 +15,33 @@ not, and have an even number of calls (two a layer), after which both buffers ha
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from scripts.benchmark.all_reduce_bench import OURS, Bench, Inputs, Methods, Point, checksum, make_inputs, transport_of
+from pipeline_parallel.kernels import copied_sums
+from pipeline_parallel.kernels.workspace import Workspace
+from scripts.benchmark.all_reduce_bench import (
+    COPIES,
+    Bench,
+    Inputs,
+    Methods,
+    Point,
+    checksum,
+    make_inputs,
+    transport_of,
+)
 from scripts.command_line import progress
 
 NUM_SERIES = 24
 CALLS = 3  # of a series with `begin`; odd, so that the next begins with the buffer that this one ends with
 CALLS_WITHOUT_BEGIN = 4
 NUM_INPUTS = 5
-LATE_CYCLES = 300_000  # 0.15 ms, some ten calls
+LATE_CYCLES = 600_000  # 0.3 ms, twenty calls of the kernel; several of the largest that are made of copies
+ARRIVAL, PEERS, RESULT = "arrival", "peers", "result"
 # |hidden - equation| <= relative * |equation| + absolute: rounded once, to eight bits or more; a sum made by the switch
 # was rounded before.
 RELATIVE, ABSOLUTE = 2**-7, {"p2p": 1e-3, "multimem": 0.05}
@@ -34,11 +51,14 @@ RESIDUAL_RELATIVE, RESIDUAL_ABSOLUTE = {"p2p": 1e-5, "multimem": 2**-7}, {"p2p":
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Calls in a row, (token count, method) each; `late_rank` comes late to one of them."""
+    """Calls in a row, (token count, method) each, and the rank that is late."""
 
     calls: tuple[tuple[int, str], ...]
     late_rank: int
     late_call: int
+    late_in: str = ARRIVAL
+    """ARRIVAL: it comes late to `late_call`. RESULT: it reads the result of that one late. PEERS: it reads its peers'
+    partial sums late, in every call that is made of copies."""
     begins: bool = True
 
 
@@ -58,11 +78,14 @@ def awkward_counts(ranks: int) -> tuple[int, ...]:
     return tuple(sorted({0, 1, ranks - 1, ranks + 1, 77, 255, 257, 1023, 1025}))
 
 
-def make_series(counts: Sequence[int], ranks: int, seed: int, *, begins: bool = True) -> list[Series]:
+def make_series(
+    counts: Sequence[int], methods: Sequence[str], ranks: int, seed: int, *, begins: bool = True
+) -> list[Series]:
     """The same for the same arguments, so that all ranks do alike. Every (count, method) is in one at least, and where
-    there are several none follows itself; ranks and calls take turns in being late."""
+    there are several none follows itself; ranks, calls and ways take turns in being late."""
     order, length = random.Random(seed), CALLS if begins else CALLS_WITHOUT_BEGIN
-    sizes = [(num_tokens, method) for num_tokens in counts for method in OURS]
+    sizes = [(num_tokens, method) for num_tokens in counts for method in methods]
+    ways = (PEERS, RESULT, ARRIVAL) if COPIES in methods else (RESULT, ARRIVAL)
     waiting: list[tuple[int, str]] = []
     calls: list[tuple[int, str]] = []
     while len(calls) < max(NUM_SERIES, -(-len(sizes) // length)) * length:
@@ -75,6 +98,7 @@ def make_series(counts: Sequence[int], ranks: int, seed: int, *, begins: bool = 
             calls=tuple(calls[start : start + length]),
             late_rank=idx % ranks,
             late_call=idx // ranks % length,
+            late_in=ways[(idx % ranks + idx // ranks % length + idx // (ranks * length)) % len(ways)],
             begins=begins,
         )
         for idx, start in enumerate(range(0, len(calls), length))
@@ -125,14 +149,23 @@ class Stress:
         """The calls of a series on what is in `given`, their results into `found` and `residuals`."""
         if series.begins:
             self.methods.begin()
+        late_in = series.late_in if series.late_rank == self.mesh.tp_rank else None
         for idx, (num_tokens, method) in enumerate(series.calls):
-            if (series.late_rank, series.late_call) == (self.mesh.tp_rank, idx) and self.mesh.device.type == "cuda":
-                torch.cuda._sleep(LATE_CYCLES)
+            if late_in == ARRIVAL and idx == series.late_call:
+                self.pause()
             inputs = self.inputs[num_tokens][0]
             residual = inputs.residual[self.methods.owned(method, num_tokens)]
-            hidden, total = self.methods.run(method, self.given[idx, :num_tokens], residual, inputs.weight)
+            with reading_late(self.pause) if late_in == PEERS else nullcontext():
+                hidden, total = self.methods.run(method, self.given[idx, :num_tokens], residual, inputs.weight)
+            if late_in == RESULT and idx == series.late_call:
+                self.pause()
             self.found[idx, :num_tokens].copy_(hidden)
             self.residuals[idx, : len(total)].copy_(total)
+
+    def pause(self) -> None:
+        """Let this rank's stream be busy for a while, where there is one."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda._sleep(LATE_CYCLES)
 
     def capture(self, series: Series) -> Callable[[], None]:
         """A series as a CUDA graph, where there are any."""
@@ -195,6 +228,24 @@ class Stress:
         num_tokens, method = self.series[step.series_idx].calls[idx]
         how = "a graph" if step.replayed else "single calls"
         return f"{method} of {num_tokens} tokens (call {idx} of step {step_idx}, from {how})"
+
+
+@contextmanager
+def reading_late(pause: Callable[[], None]) -> Iterator[None]:
+    """In here this process calls `pause` in every call made of copies, behind the barrier at its entry: all partial
+    sums are there, and its peers' are not copied yet."""
+    meet = copied_sums.meet
+
+    def meet_and_pause(workspace: Workspace, tag: int) -> None:
+        meet(workspace, tag)
+        if tag % 2 == 1:  # of the two barriers of a call the first
+            pause()
+
+    copied_sums.meet = meet_and_pause
+    try:
+        yield
+    finally:
+        copied_sums.meet = meet
 
 
 def num_beyond(found: Tensor, expected: Tensor, relative: float, absolute: float) -> Tensor:

@@ -6,12 +6,13 @@ One process a GPU. Every time is one call's among several in a CUDA graph, the m
 the same numbers in the same call, after each was compared with the equation in float32 and between ranks. Bytes are
 those that must enter every GPU; the ceiling is what plain copies between the GPUs reach in the same call.
 `--tune` instead measures which of the model's own methods is the fastest (pipeline_parallel/all_reduce_choice.py), and
-`--stress` replays graphs of alternating sizes on changing input while one rank is late.
+`--stress` replays graphs of alternating sizes on changing input while one rank is late: first of the kernel alone, then
+with every third call made of copies, as split prefills have them; a record each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,11 @@ from loguru import logger
 from analysis.results import Record, append_record, make_record
 from pipeline_parallel.all_reduce_choice import find_choice_table, read_choice_tables, write_choice_tables
 from pipeline_parallel.baseline_all_reduce import NAMES, UNFUSED
+from pipeline_parallel.fused_junction import FEW_TOKENS
 from pipeline_parallel.kernels.workspace import require_stated_multicast
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark.all_reduce_bench import OURS, PEER, Bench, GpuMethods, Methods, Point, import_peer
+from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS, PEER, Bench, GpuMethods, Methods, Point, import_peer
 from scripts.benchmark.all_reduce_records import (
     Measured,
     Setting,
@@ -65,7 +67,7 @@ class Options:
     choices: tuple[Path, ...] = ()
     """Choice files to judge. Default: the shipped ones (pipeline_parallel/configs)."""
     num_replays: int = 10_000
-    """Of --stress, for each hidden size."""
+    """Of each of the two parts of --stress, for each hidden size; a tenth as many more is launched call by call."""
     peer: str | None = None
     """MODULE:FUNCTION of someone else's fused operator, to time beside ours (see all_reduce_bench.import_peer)."""
     seed: int = 0
@@ -132,9 +134,9 @@ def run(options: Options, bench: Bench, make_methods: MakeMethods = GpuMethods) 
     records: list[Record] = []
     for hidden_size in options.hidden_size:
         methods = make_methods(bench.mesh, hidden_size, max(1, counts[-1]), bench.dtype)
-        found: list[Record] = []
+        found: Iterable[Record] = []
         if options.stress:
-            found = [stress_record(options, setting, bench, methods, hidden_size)]
+            found = stress_records(options, setting, bench, methods, hidden_size)
         else:
             measured = {}
             for num_tokens in counts:
@@ -143,10 +145,10 @@ def run(options: Options, bench: Bench, make_methods: MakeMethods = GpuMethods) 
                 logger.info(line(point, measured[point]))
             if bench.mesh.rank == 0:
                 found = judge(options, setting, methods.transport, hidden_size, measured)
-        if bench.mesh.rank == 0:  # now, so that what went well is kept whatever becomes of the next size
-            for record in found:
+        for record in found:
+            if bench.mesh.rank == 0:  # now, so that what went well is kept whatever becomes of what comes next
                 append_record(options.output, record)
-            records += found
+                records.append(record)
         bench.settle()  # before memory that peers reach is given back
         del methods
         release()
@@ -172,18 +174,24 @@ def judge(options: Options, setting: Setting, transport: str, hidden_size: int, 
     return records
 
 
-def stress_record(options: Options, setting: Setting, bench: Bench, methods: Methods, hidden_size: int) -> Record:
-    """All replays of one hidden size; ValueError if anything was wrong."""
-    for begins, num_replays in (
-        (True, options.num_replays - options.num_replays // 2),
-        (False, options.num_replays // 2),
-    ):
-        series = make_series(token_counts(options, setting.ranks), setting.ranks, options.seed, begins=begins)
-        steps = make_steps(num_replays, len(series), options.seed)
-        Stress(bench, methods, hidden_size, series).run(steps, quiet=options.quiet)
-    logger.info(f"hidden size {hidden_size}: {options.num_replays} replays without an error, pads zero")
-    labels = labels_of(setting, methods.transport, hidden_size) | {"method": "stress"}
-    return make_record("communication", labels, "replays_without_error", options.num_replays, "")
+def stress_records(
+    options: Options, setting: Setting, bench: Bench, methods: Methods, hidden_size: int
+) -> Iterator[Record]:
+    """All replays of one hidden size, the kernel's and then those among which are copies, which only calls too large
+    for one-shot are made of; ValueError on all ranks if anything was wrong. All ranks must take all of the records."""
+    counts = token_counts(options, setting.ranks)
+    large = tuple(count for count in counts if count > FEW_TOKENS)
+    for label, names, sizes in (("stress", OURS, counts), (f"stress of {COPIES}", FUSED, large or counts)):
+        for begins, num_replays in (
+            (True, options.num_replays - options.num_replays // 2),
+            (False, options.num_replays // 2),
+        ):
+            series = make_series(sizes, names, setting.ranks, options.seed, begins=begins)
+            steps = make_steps(num_replays, len(series), options.seed)
+            Stress(bench, methods, hidden_size, series).run(steps, quiet=options.quiet)
+        logger.info(f"hidden size {hidden_size}, {label}: {options.num_replays} replays without an error, pads zero")
+        labels = labels_of(setting, methods.transport, hidden_size) | {"method": label}
+        yield make_record("communication", labels, "replays_without_error", options.num_replays, "")
 
 
 if __name__ == "__main__":

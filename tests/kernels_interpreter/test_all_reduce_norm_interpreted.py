@@ -2,8 +2,11 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm
 from pipeline_parallel.kernels.meeting import begin
+from scripts.benchmark.all_reduce_stress import reading_late
 from tests.pipeline_parallel.kernels import simulated_multicast
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right, handed_over
 from tests.pipeline_parallel.kernels.shared_ranks import SharedMemory, run_ranks
@@ -24,6 +28,7 @@ pytestmark = [
 MAX_TOKENS = 13
 MAX_PROGRAMS = 3  # so that a program takes several rows
 WORLD_SIZES = (2, 4)
+PAUSE_S = 0.01  # long enough for the others to go on; a call takes about as long
 
 
 def token_counts(world_size: int) -> list[int]:
@@ -45,15 +50,15 @@ def run_calls(
 ) -> None:
     """Run `calls` back to back on all ranks and check each; `begin` goes before those in `begins`.
 
-    `slow_rank` comes late to every third call, and reads late, long after the others have gone on, in all of them.
-    With `multicast` every rank has a multicast address; with `copies` every other two-shot call is made of copies.
+    `slow_rank` comes late to every third call, and reads late in all of them, partial sums as well as results, long
+    after the others have gone on as far as they may. With `multicast` every rank has a multicast address; with `copies`
+    every other two-shot call is made of copies.
     """
     memory = SharedMemory(world_size, max_tokens, hidden_size, dtype, pad_bytes=4 * world_size * MAX_PROGRAMS)
 
     def on_rank(rank: int) -> list[Any]:
         workspace = memory.workspace(rank)
-        if rank == slow_rank:
-            read_late()
+        is_slow = rank == slow_rank
         if multicast:
             workspace.multicast_address = simulated_multicast.ADDRESS
             simulated_multicast.multicast_over(workspace.partial_pointers.tolist(), dtype).start()
@@ -61,32 +66,44 @@ def run_calls(
         for call in calls:
             if call.index in begins:
                 begin(workspace)
-            if rank == slow_rank and call.index % 3 == 0:
-                time.sleep(0.03)
+            if is_slow and call.index % 3 == 0:
+                time.sleep(3 * PAUSE_S)
             own = handed_over(call, workspace, call.partial(rank, hidden_size, dtype))
             arguments = call.arguments(rank, world_size, hidden_size, dtype)
-            programs = 0 if copies and call.strategy == "two-shot" and call.index % 4 < 2 else MAX_PROGRAMS
-            hidden, new_residual = all_reduce_norm(workspace, **arguments, own=own, max_programs=programs)
+            programs = 0 if copies and call.may_be_copies else MAX_PROGRAMS
+            with read_late() if is_slow else nullcontext():
+                hidden, new_residual = all_reduce_norm(workspace, **arguments, own=own, max_programs=programs)
+            if is_slow:
+                time.sleep(PAUSE_S)
             results.append((hidden.clone(), new_residual))
         return results
 
     found = run_ranks(world_size, on_rank, directory)
     for call, results in zip(calls, zip(*found, strict=True), strict=True):
         rounds_sum = multicast and call.strategy == "two-shot"
-        truncates = dtype == torch.bfloat16
-        assert_right(call, list(results), hidden_size, dtype, truncates=truncates, rounds_sum=rounds_sum)
+        assert_right(
+            call,
+            list(results),
+            hidden_size,
+            dtype,
+            truncates=dtype == torch.bfloat16,
+            rounds_sum=rounds_sum,
+            own_first=copies and call.may_be_copies,
+        )
     memory.assert_guards_intact()
 
 
-def read_late() -> None:
-    """From now on, sleep in this process behind every wait at entry."""
+@contextmanager
+def read_late() -> Iterator[None]:
+    """In here, sleep in this process behind every wait at entry: of the kernel, and of calls made of copies."""
     wait = operator.wait
 
     def late_wait(*arguments: Any) -> None:
         wait(*arguments)
-        time.sleep(0.01)
+        time.sleep(PAUSE_S)
 
-    operator.wait = late_wait
+    with mock.patch.object(operator, "wait", late_wait), reading_late(lambda: time.sleep(PAUSE_S)):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -100,20 +117,21 @@ def test_equation_holds_for_any_number_of_tokens(world_size: int, dtype: torch.d
     run_calls(calls, world_size, 24, dtype, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_copies_between_two_ranks_leave_what_the_kernel_leaves(dtype: torch.dtype, tmp_path: Path) -> None:
-    counts = [count for count in token_counts(2) for _ in range(2)]
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float16), (4, torch.bfloat16)])
+def test_copies_leave_what_the_kernel_leaves(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    counts = [count for count in token_counts(world_size) for _ in range(2)]
     calls = [
         Call(index=index, num_tokens=count, strategy="two-shot", kind=KINDS[index % 3])
         for index, count in enumerate(counts)
     ]
-    run_calls(calls, 2, 24, dtype, tmp_path, copies=True)
+    run_calls(calls, world_size, 24, dtype, tmp_path, copies=True)
 
 
 def test_no_row_is_lost_among_many(tmp_path: Path) -> None:
-    pairs = [(1025, "two-shot"), (77, "one-shot"), (77, "two-shot")]
+    """Some 30 a program, of blocks of which the last is shorter."""
+    pairs = [(259, "two-shot"), (77, "one-shot"), (77, "two-shot")]
     calls = [Call(index=index, num_tokens=count, strategy=strategy) for index, (count, strategy) in enumerate(pairs)]
-    run_calls(calls, 3, 8, torch.float16, tmp_path, max_tokens=1025)
+    run_calls(calls, 3, 8, torch.float16, tmp_path, max_tokens=259)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -143,7 +161,15 @@ def test_a_late_rank_never_sees_the_next_call(world_size: int, tmp_path: Path) -
     run_calls(calls, world_size, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=world_size - 1)
 
 
-def test_a_late_rank_never_sees_the_next_copies(tmp_path: Path) -> None:
-    counts = [1, 13, 2, 13, 1, 1, 5, 0, 3, 13, 13, 1]
-    calls = [Call(index=index, num_tokens=count, strategy="two-shot") for index, count in enumerate(counts)]
-    run_calls(calls, 2, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=1, copies=True)
+@pytest.mark.parametrize(("world_size", "slow_rank"), [(2, 0), (2, 1), (4, 2)])
+def test_a_late_reader_among_copies_sees_its_own_call_and_no_other(
+    world_size: int, slow_rank: int, tmp_path: Path
+) -> None:
+    """Pairs of copies between pairs of the kernel's, of one-shot, which has no barrier at its end, and of two-shot."""
+    counts = [13, 13, 13, 1, 5, 13, 2, 13, 13, 12, 0, 13]
+    pairs = ["two-shot", "two-shot", "one-shot", "one-shot", *["two-shot"] * 5, "two-shot", "one-shot", "two-shot"]
+    calls = [
+        Call(index=index, num_tokens=count, strategy=strategy)
+        for index, (count, strategy) in enumerate(zip(counts, pairs, strict=True))
+    ]
+    run_calls(calls, world_size, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=slow_rank, copies=True)

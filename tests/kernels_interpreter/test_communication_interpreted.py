@@ -62,7 +62,7 @@ def test_the_kernels_pass_their_checks_and_the_stress(tmp_path: Path, monkeypatc
         dist.destroy_process_group()
         return len(found)
 
-    assert run_ranks(2, on_rank, tmp_path) == [2 * 5 + 1, 0]  # rank 0 writes
+    assert run_ranks(2, on_rank, tmp_path) == [2 * 5 + 2, 0]  # rank 0 writes
     methods = [record["labels"]["method"] for record in read_records(tmp_path / "r.jsonl")]
-    assert methods == ["one-shot", "one-shot", "two-shot", "two-shot", "auto"] * 2 + ["stress"]
+    assert methods == ["one-shot", "one-shot", "two-shot", "two-shot", "auto"] * 2 + ["stress", "stress of copies"]
     shared.assert_guards_intact()

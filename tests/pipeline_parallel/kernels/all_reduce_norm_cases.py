@@ -35,6 +35,12 @@ class Call:
         found = {"residual": residual, "weight": vectors[0] + 1, "norm_bias": vectors[1], "bias": vectors[2]}
         return {name: tensor if name in self.present else None for name, tensor in found.items()}
 
+    @property
+    def may_be_copies(self) -> bool:
+        """Of every four calls the first two, where they are two-shot: each of the partials has some, and the kernel
+        comes before and after."""
+        return self.strategy == "two-shot" and self.index % 4 < 2
+
     def rows(self, rank: int, world_size: int) -> slice:
         """Those whose residual a rank keeps."""
         mine = owned_rows(self.num_tokens, rank, world_size)
@@ -67,17 +73,23 @@ def assert_right(
     *,
     truncates: bool = False,
     rounds_sum: bool = False,
+    own_first: bool = False,
 ) -> None:
     """Of (hidden, new_residual) of all ranks: the stream bit for bit, hidden to one rounding of the float64 equation
     (`truncates`: to twice that, as Triton's interpreter rounds to bfloat16), the same bits on all ranks. The sum over
-    ranks comes out unrounded, or rounded once to `dtype`, as multimem leaves it, with `rounds_sum`."""
+    ranks comes out unrounded, or rounded once to `dtype`, as multimem leaves it, with `rounds_sum`. It is made in order
+    of ranks; of a call made of copies (`own_first`) the part of whoever owns the row comes first."""
     world_size = len(results)
     inputs = call.inputs(hidden_size, dtype)
-    total = torch.zeros(call.num_tokens, hidden_size)
-    exact = torch.zeros(call.num_tokens, hidden_size, dtype=torch.float64)
-    for rank in range(world_size):
-        partial = call.partial(rank, hidden_size, dtype)
-        total, exact = total + partial.float(), exact + partial.double()
+    partials = [call.partial(rank, hidden_size, dtype) for rank in range(world_size)]
+    exact = torch.stack(partials).double().sum(0)
+    total = torch.empty(call.num_tokens, hidden_size)
+    for owner in range(world_size):
+        rows = call.rows(owner, world_size)
+        order = sorted(range(world_size), key=lambda rank: rank != owner) if own_first else range(world_size)
+        total[rows] = 0.0
+        for rank in order:
+            total[rows] += partials[rank][rows].float()
     if rounds_sum:
         total = total.to(dtype).float()
         exact = total.double()

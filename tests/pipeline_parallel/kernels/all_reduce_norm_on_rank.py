@@ -19,6 +19,7 @@ TOKEN_COUNTS = (0, 1, 3, 77, 255, 257, 1023, 1025)
 SHAPES = ((24, torch.float16), (3072, torch.bfloat16), (16384, torch.float16))
 GRAPH_SHAPE = (4096, torch.bfloat16)
 GRAPH_COUNTS = (1, 77, 257)
+GRAPH_STRATEGIES = ("one-shot", "two-shot", "one-shot", "two-shot")  # the second of copies, the third from `own`
 NUM_REPLAYS = 300
 
 
@@ -44,9 +45,8 @@ def run_call(workspace: Workspace, call: Call, *, late: bool = False) -> tuple[T
     if late:
         torch.cuda._sleep(2_000_000)
     own = handed_over(call, workspace, partial)
-    # Of two ranks, whose sum has one order, every other two-shot call is made of copies.
-    copies = call.strategy == "two-shot" and workspace.world_size == 2 and call.index % 4 < 2
-    hidden, new_residual = all_reduce_norm(workspace, **moved, own=own, max_programs=0 if copies else None)
+    programs = 0 if call.may_be_copies else None
+    hidden, new_residual = all_reduce_norm(workspace, **moved, own=own, max_programs=programs)
     return hidden.clone(), new_residual
 
 
@@ -68,7 +68,10 @@ def graphs(group: Any, device: torch.device, directory: Path) -> None:
     workspace = create_workspace(group, max(GRAPH_COUNTS), size, dtype, device)
     captured: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]] = {}
     for count in GRAPH_COUNTS:
-        calls = [Call(index=count, num_tokens=count, strategy=one) for one in ("one-shot", "two-shot", "one-shot")]
+        calls = [
+            Call(index=4 * count + position, num_tokens=count, strategy=strategy)
+            for position, strategy in enumerate(GRAPH_STRATEGIES)
+        ]
         for call in calls:
             run_call(workspace, call)  # compiles
         given = [torch.empty(count, size, dtype=dtype, device=device) for _ in calls]
@@ -78,6 +81,7 @@ def graphs(group: Any, device: torch.device, directory: Path) -> None:
             begin(workspace)
             for position, (call, partial) in enumerate(zip(calls, given, strict=True)):
                 options: dict[str, Any] = {"kind": "rms", "eps": 1e-5, "strategy": call.strategy}
+                options["max_programs"] = 0 if call.may_be_copies else None
                 if position == 2:
                     options["own"] = partial
                 else:
@@ -89,7 +93,8 @@ def graphs(group: Any, device: torch.device, directory: Path) -> None:
         count = GRAPH_COUNTS[replay % 3]
         graph, given, results = captured[count]
         generator = torch.Generator(device).manual_seed(replay)
-        everybody = torch.randn(3, workspace.world_size, count, size, device=device, generator=generator).to(dtype)
+        shape = (len(given), workspace.world_size, count, size)
+        everybody = torch.randn(shape, device=device, generator=generator).to(dtype)
         for position, partial in enumerate(given):
             partial.copy_(everybody[position, workspace.rank])
         if workspace.rank == replay % workspace.world_size:

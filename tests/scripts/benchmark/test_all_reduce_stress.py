@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from analysis.results import read_records
+from pipeline_parallel.kernels import copied_sums
+from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS
 from scripts.benchmark.all_reduce_stress import (
+    ARRIVAL,
     CALLS,
     CALLS_WITHOUT_BEGIN,
     NUM_INPUTS,
     NUM_SERIES,
+    PEERS,
+    RESULT,
     Series,
     Stress,
     awkward_counts,
     make_series,
     make_steps,
+    reading_late,
 )
 from scripts.benchmark.communication import Options, run
 from tests.scripts.benchmark.all_reduce_fakes import OneRank, one_rank_bench
@@ -25,8 +32,8 @@ from tests.scripts.benchmark.all_reduce_fakes import OneRank, one_rank_bench
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_series_hold_every_size_and_rank_and_are_the_same_everywhere(ranks: int) -> None:
     counts = awkward_counts(ranks)
-    series = make_series(counts, ranks, seed=0)
-    assert series == make_series(counts, ranks, seed=0) != make_series(counts, ranks, seed=1)
+    series = make_series(counts, OURS, ranks, seed=0)
+    assert series == make_series(counts, OURS, ranks, seed=0) != make_series(counts, OURS, ranks, seed=1)
     calls = [call for each in series for call in each.calls]
     assert set(calls) == {(num_tokens, method) for num_tokens in counts for method in ("one-shot", "two-shot")}
     assert all(len(each.calls) == CALLS for each in series) and len(series) == NUM_SERIES
@@ -34,22 +41,38 @@ def test_series_hold_every_size_and_rank_and_are_the_same_everywhere(ranks: int)
     assert {(each.late_rank, each.late_call) for each in series} == {
         (rank, call) for rank in range(ranks) for call in range(CALLS)
     }
+    assert {(each.late_rank, each.late_in) for each in series} == {
+        (rank, way) for rank in range(ranks) for way in (ARRIVAL, RESULT)
+    }
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_every_rank_is_late_in_every_way_among_copies(ranks: int, begins: bool) -> None:
+    series = make_series((77, 255, 1025), FUSED, ranks, seed=0, begins=begins)
+    assert {(each.late_rank, each.late_in) for each in series} == {
+        (rank, way) for rank in range(ranks) for way in (ARRIVAL, PEERS, RESULT)
+    }
+    late = [method for each in series if each.late_in == PEERS for _, method in each.calls]
+    assert late.count(COPIES) >= 4
+    pairs = {(one, other) for each in series for (_, one), (_, other) in zip(each.calls, each.calls[1:], strict=False)}
+    assert pairs == {(one, other) for one in FUSED for other in FUSED}, "copies come before and after everything"
 
 
 def test_one_count_alternates_between_the_methods() -> None:
-    calls = [call for each in make_series((77,), 2, seed=0) for call in each.calls]
+    calls = [call for each in make_series((77,), OURS, 2, seed=0) for call in each.calls]
     assert all(first != second for first, second in zip(calls, calls[1:], strict=False))
 
 
 def test_many_counts_all_find_a_place() -> None:
     counts = range(1, 101)
-    calls = {call for each in make_series(counts, 2, seed=0) for call in each.calls}
+    calls = {call for each in make_series(counts, OURS, 2, seed=0) for call in each.calls}
     assert len(calls) == 200
 
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_series_without_begin_give_both_buffers_equal_turns(begins: bool) -> None:
-    series = make_series((1, 5), 2, seed=0, begins=begins)
+    series = make_series((1, 5), OURS, 2, seed=0, begins=begins)
     assert {len(each.calls) for each in series} == {CALLS if begins else CALLS_WITHOUT_BEGIN}
     assert {each.begins for each in series} == {begins} and (CALLS % 2, CALLS_WITHOUT_BEGIN % 2) == (1, 0)
     methods = methods_of(OneRank)
@@ -155,7 +178,45 @@ def test_the_stress_is_recorded(tmp_path: Any) -> None:
         output=tmp_path / "r.jsonl", stress=True, num_tokens=(1, 5), hidden_size=(16, 24), num_replays=7, quiet=True
     )
     records = run(options, one_rank_bench(), OneRank)
-    assert [(record["value"], record["labels"]["hidden_size"]) for record in records] == [(7, 16), (7, 24)]
-    assert {(record["metric"], record["labels"]["method"]) for record in records} == {
-        ("replays_without_error", "stress")
-    }
+    assert [(record["value"], record["labels"]["hidden_size"], record["labels"]["method"]) for record in records] == [
+        (7, size, label) for size in (16, 24) for label in ("stress", "stress of copies")
+    ]
+    assert {record["metric"] for record in records} == {"replays_without_error"}
+
+
+def test_copies_are_stressed_where_the_model_makes_calls_of_them(tmp_path: Any) -> None:
+    options = Options(output=tmp_path / "r.jsonl", stress=True, hidden_size=(16,), num_replays=4, quiet=True)
+    sizes: dict[str, set[int]] = {name: set() for name in FUSED}
+
+    class Noting(OneRank):
+        def run(self, method: str, partial: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            sizes[method].add(len(partial))
+            return super().run(method, partial, *arguments, **named)
+
+    run(options, one_rank_bench(), Noting)
+    assert sizes["two-shot"] == sizes["one-shot"] == set(awkward_counts(1))
+    assert sizes[COPIES] == {77, 255, 257, 1023, 1025}
+
+
+def test_what_was_stressed_without_an_error_is_kept_if_the_copies_go_wrong(tmp_path: Any) -> None:
+    class WrongCopies(OneRank):
+        def run(self, method: str, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, residual = super().run(method, *arguments, **named)
+            return (hidden * 1.05 if method == COPIES else hidden), residual
+
+    options = Options(output=tmp_path / "r.jsonl", stress=True, num_tokens=(5,), hidden_size=(16,), num_replays=4)
+    with pytest.raises(ValueError, match="the first of them copies of 5 tokens"):
+        run(options, one_rank_bench(), WrongCopies)
+    assert [record["labels"]["method"] for record in read_records(options.output)] == ["stress"]
+
+
+def test_reading_late_comes_between_the_first_barrier_of_a_call_and_its_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[object] = []
+    monkeypatch.setattr(copied_sums, "meet", lambda workspace, tag: events.append(tag))
+    with reading_late(lambda: events.append("pause")):
+        for tag in (-(2 * 77 + 1), -(2 * 77 + 2)):
+            copied_sums.meet(None, tag)  # type: ignore[arg-type]
+    copied_sums.meet(None, -1)  # type: ignore[arg-type]
+    assert events == [-155, "pause", -156, -1]

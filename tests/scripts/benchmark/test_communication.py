@@ -229,5 +229,5 @@ def test_two_gpus_measure_and_agree(tmp_path: Path, flags: list[str]) -> None:
         assert [count for count, _ in read_choice_tables(output)[0].fastest] == [1, 77]
     else:
         records = read_records(output)
-        assert len(records) == (1 if "--stress" in flags else 2 * 9)
+        assert len(records) == (2 if "--stress" in flags else 2 * 9)
         assert all(record["value"] > 0 for record in records)
