@@ -140,6 +140,7 @@ def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) ->
     # thread_local: communication libraries may touch the device from threads of their own meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = step()
+    graph.replay()  # the first launch brings the graph to the device, and no step that is waited for should pay for it
     return graph.replay, outputs
 
 
