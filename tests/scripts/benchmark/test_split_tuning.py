@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeline_parallel.all_reduce_choice import SplitPoint, read_split_points, write_split_points
 from scripts.benchmark.prefill import Options, main
-from scripts.benchmark.split_tuning import OFFSETS, PROGRAMS, best_split, even_split
+from scripts.benchmark.split_tuning import OFFSETS, PROGRAMS, best_split, even_split, problem_of
 
 
 def cost(point: SplitPoint) -> float:
@@ -45,6 +46,19 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no token count"):
         write_split_points(path, [])
     assert read_split_points(path) == points
+
+
+def test_split_states_may_differ_as_rounding_does_and_no_more() -> None:
+    whole, noise = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
+
+    def off(share: float) -> torch.Tensor:
+        return whole + share * noise * whole.norm() / noise.norm()
+
+    exact, inexact = whole[:, :6], off(0.03)[:, :6]
+    assert problem_of(off(0.019), whole, exact) is None and problem_of(off(0.05), whole, inexact) is None
+    for found, shorter in ((off(0.021), exact), (off(0.5), inexact), (whole * float("nan"), inexact)):
+        assert "off the whole ones" in (problem_of(found, whole, shorter) or "")
+    assert "off the whole ones" in (problem_of(off(0.05), whole, inexact * float("nan")) or "")
 
 
 def test_one_rank_has_nothing_to_tune(tmp_path: Path) -> None:
