@@ -40,11 +40,10 @@ def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str
     change = primary.main[factor]
     before, after = primary.level_means(factor)
     first, second = (LEVEL_NAMES[level] for level in FACTORS[factor])
-    seeds = f"{len(primary.seeds)} seed{'s' if len(primary.seeds) > 1 else ''}"
     sentences = [
         _answer(found, factor),
         f"With {second} instead of {first}, {found[0].title} goes from {100 * before:.1f} % to {100 * after:.1f} %: "
-        f"{_effect(change, found[0])} (means over {primary.num_models} small models, paired over {seeds}).",
+        f"{_effect(change, found[0])} ({_counted(primary)}).",
     ]
     return [*sentences, *_further_sentences(found[1:], factor), *_interaction_sentences(primary, factor)]
 
@@ -63,6 +62,8 @@ def _answer(found: Sequence[ReportedEffects], factor: str) -> str:
     change = settling.effects.main[factor]
     before, after = settling.effects.level_means(factor)
     moved = f"{100 * before:.1f} % to {100 * after:.1f} %: {_effect(change, settling)}"
+    if settling.effects.num_models != found[0].effects.num_models:
+        moved += f" ({_counted(settling.effects)})"
     if not change.holds_zero:
         is_against = _go_apart(recall, change)
         # R random picks of U units find R / U of the true ones, and precision went up because R did.
@@ -73,6 +74,12 @@ def _answer(found: Sequence[ReportedEffects], factor: str) -> str:
         f"In {settling.title} (of as many picks as each token has neurons to be found): "
         f"{_judged(settling.effects, factor)}; it goes from {moved}. In recall at equal picks: {both}."
     )
+
+
+def _counted(effects: FactorEffects) -> str:
+    """Of how many models an effect is."""
+    plural = "s" if len(effects.seeds) > 1 else ""
+    return f"means over {effects.num_models} small models, paired over {len(effects.seeds)} seed{plural}"
 
 
 def _judged(effects: FactorEffects, factor: str) -> str:

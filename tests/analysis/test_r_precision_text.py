@@ -63,10 +63,16 @@ def test_where_recall_rises_r_precision_that_falls_goes_against_it() -> None:
     assert "+10.0 points [+7.5, +12.5], as recall does." in told(*risen, *r_precisions(0.1, 0.01))
 
 
+def test_r_precision_of_fewer_models_than_recall_says_so() -> None:
+    few, as_many = (told(*recalls(), *r_precisions(-0.1, 0.001, seeds=seeds)) for seeds in (2, 3))
+    assert few.count("(means over 16 small models, paired over 2 seeds)") == 1
+    assert few.count("(means over 24 small models, paired over 3 seeds)") == 1 == as_many.count("(means over")
+
+
 def test_one_seed_of_r_precision_settles_nothing() -> None:
     assert told(*recalls(), *r_precisions(-0.1, seeds=1)).startswith(
         f"{SETTLED}one measurement has no interval, so these records cannot tell; it goes from 80.0 % to 70.0 %: "
-        "-10 points (no interval). In recall at equal picks: "
+        "-10 points (no interval) (means over 8 small models, paired over 1 seed). In recall at equal picks: "
     )
 
 
