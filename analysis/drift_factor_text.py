@@ -11,6 +11,8 @@ from analysis.relufication import RelufiedPair, relufied_pairs
 from analysis.results import Record
 from analysis.wording import CANNOT_TELL, at_most, headline, no_larger_than, with_interval
 
+# So many outcomes without an effect are named; more would hide those that have one.
+FEW_OUTCOMES = 3
 FACTOR_NAMES = {"activation": "the activation function", "positions": "the positions", "norm": "the norm"}
 
 
@@ -112,8 +114,12 @@ def _further_sentences(found: Sequence[ReportedEffects], factor: str) -> list[st
             f"Of {len(changes)} further outcomes the intervals of {len(moved)} leave out 0 (95 % each: one in "
             f"twenty does so by chance): {'; '.join(moved)}."
         )
-    if unmoved:
+    if 0 < len(unmoved) <= FEW_OUTCOMES:
         sentences.append(f"No effect was found on {'; '.join(unmoved)}.")
+    elif unmoved:
+        sentences.append(
+            f"On {len(unmoved)} others no effect was found; the table of effects has how large one may be for all that."
+        )
     return sentences
 
 

@@ -223,6 +223,18 @@ def test_true_sets_of_different_sizes_are_told_beside_their_recalls() -> None:
     assert "No effect was found on share of what always the same neurons miss that is found, look-ahead 1" in told
 
 
+def test_many_outcomes_without_an_effect_are_counted_and_not_named() -> None:
+    records = ablation({"activation": -0.1}, noise=0.01)
+    for lookahead in (2, 4, 8):  # the largest of recall_drop; perplexity and precision are of other metrics
+        records += ablation({}, noise=0.01, lookahead=lookahead, metric="recall_drop")
+    few = texts(records)[QUESTIONS[1]]
+    assert "No effect was found on recall of neurons lost to look-ahead 8 (at most 2.5 points)." in few
+    for metric in ("perplexity", "cosine", "energy_share", "exact_zeros", "loss"):
+        records += ablation({}, noise=0.01, metric=metric)
+    many = texts(records)[QUESTIONS[1]]
+    assert "no effect was found; the table of effects has how large one may be" in many and "at most" not in many
+
+
 def test_one_seed_or_a_factor_that_does_not_vary_cannot_tell() -> None:
     one_seed = texts(ablation({"norm": -0.3}, seeds=1))
     assert one_seed[QUESTIONS[3]].startswith("One measurement has no interval, so these records cannot tell.")
