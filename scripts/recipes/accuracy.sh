@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The accuracy tables of the README, from a checkpoint to records, on a GPU: bash scripts/recipes/accuracy.sh CHECKPOINT
-# Predictors are trained first and alone, one folder a density, side by side. Then calibration and Deja Vu's recipe are
-# trained, and perplexity and tasks of every method are scored at 0.7, 0.5 and 0.3, and the perplexity of budgets.
+# Predictors are trained first and alone, one folder a density, side by side (four take 6 minutes on an H200); then come
+# their perplexity and that of budgets, calibration and Deja Vu's recipe, and every method's perplexity and tasks at 0.7,
+# 0.5 and 0.3. At CURVE (0.22) there is the predictor's perplexity alone: the low end of the curve against bytes read.
 # Variables: RUN_DIR (outputs/accuracy); CALIBRATION (c4) and TEST (wikitext), corpora or text files; TOKENS (440000) of
 # calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800); METHODS,
 # beside the predictor (leave cats out for models without gates); TASKS, comma-separated, with INCLUDE_PATH, a folder of
@@ -17,6 +18,7 @@ if [ $# != 1 ]; then
     exit 2
 fi
 model=(--model "$1") run_dir="${RUN_DIR:-outputs/accuracy}" densities=(0.7 0.5 0.3)
+read -ra curve <<<"${CURVE-0.22}"
 calibration="${CALIBRATION:-c4}" activations="${ACTIVATIONS:-${RUN_DIR:-outputs/accuracy}/activations}"
 methods="${METHODS:-oracle cats teal static random teal-all wina griffin}"
 tasks="${TASKS:-arc_easy,arc_challenge,openbookqa,winogrande,boolq,lambada_openai,arithmetic_words}"
@@ -63,25 +65,28 @@ run_python collect "${model[@]}" --dtype bfloat16 --corpus "$calibration" --outp
     --max-tokens "${TOKENS:-440000}" --resume
 # Side by side: a step is many small kernels, and no process alone keeps a GPU busy.
 pids=()
-for density in "${densities[@]}"; do
+for density in "${densities[@]}" "${curve[@]}"; do
     train "predictors_$density" --densities "$density" --refine-steps "${REFINE_STEPS:-800}" &
     pids+=("$!")
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
+for density in "${densities[@]}" "${curve[@]}"; do
+    perplexity "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
+done
+for density in 0.5 0.3; do budget predictor "$density" "predictors_$density"; done
 train calibration --densities "${densities[@]}" --steps 0 --initialisation random --standin-rank 0 --refine-steps 0
 train deja_vu --densities "${densities[@]}" --loss bce --initialisation random --label-density 0.5 --rule topk \
     --predictor-rank auto --standin-rank 0 --refine-steps 0
 
+for density in "${densities[@]}"; do
+    answers "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
+done
 for score in perplexity answers; do
-    for density in "${densities[@]}"; do
-        "$score" "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
-    done
     # shellcheck disable=SC2086  (a list of words)
     "$score" "" --method $methods --mlp-density "${densities[@]}" --predictors "$run_dir/calibration"
     # In files of their own: labels do not tell one recipe of predictors from another.
     "$score" _deja_vu --method predictor --mlp-density "${densities[@]}" --predictors "$run_dir/deja_vu"
 done
-for density in 0.5 0.3; do budget predictor "$density" "predictors_$density"; done
 case " $methods " in *" cats "*) budget cats 0.5 calibration ;; esac
 if [ -n "${REQUESTS:-}" ]; then
     echo "answers lie in $run_dir; where lm-eval is, python -m scripts.carried_tasks fold makes records of them" >&2

@@ -21,7 +21,7 @@ for flag in "$@"; do
     previous="$flag"
 done
 """
-DENSITIES = ["0.7", "0.5", "0.3"]
+CURVE, DENSITIES = "0.22", ["0.7", "0.5", "0.3"]
 
 
 def run_recipe(checkout: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
@@ -54,17 +54,17 @@ def test_predictors_are_trained_first_side_by_side_and_with_nothing_else(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "scripts.collect --model model --dtype bfloat16 --corpus c4.jsonl --output-dir store --units mlp" in calls[0]
     assert calls[0].endswith(" --max-tokens 440000 --resume") and calls[1].startswith("end -m scripts.collect")
-    trained, ended = calls[2:5], calls[5:8]
+    trained, ended = calls[2:6], calls[6:10]
     assert {call.split()[0] for call in trained} == {"begin"} and {call.split()[0] for call in ended} == {"end"}
-    for density in DENSITIES:
+    for density in (*DENSITIES, CURVE):
         (call,) = [call for call in trained if f"--output-dir outputs/accuracy/predictors_{density} " in call]
         assert flags(call, "--densities") == [density] and "--activations store " in call
         assert call.endswith(" --refine-steps 800") and " --dtype bfloat16 " in call and " --units mlp " in call
-    assert [flags(call, "--output-dir")[0].split("/")[-1] for call in begun(calls[8:], "train")] == [
+    assert [flags(call, "--output-dir")[0].split("/")[-1] for call in begun(calls[10:], "train")] == [
         "calibration",
         "deja_vu",
     ]
-    assert all(flags(call, "--densities") == DENSITIES for call in begun(calls[8:], "train"))
+    assert all(flags(call, "--densities") == DENSITIES for call in begun(calls[10:], "train"))
 
 
 @pytest.mark.parametrize("requests", [False, True])
@@ -81,8 +81,11 @@ def test_every_method_is_scored_at_every_density_with_its_predictors(tmp_path: P
     for suffix, expected in runs.items():
         for name in ("perplexity", "answers" if requests else "accuracy"):
             found = [call for call in scored if f" --output run/{name}{suffix}.jsonl " in call]
+            on_the_curve = (
+                {("predictor", CURVE, f"run/predictors_{CURVE}")} if (name, suffix) == ("perplexity", "") else set()
+            )
             assert all(" --resume " in call and "--dtype float32" in call for call in found)
-            assert expected == {
+            assert expected | on_the_curve == {
                 (method, density, flags(call, "--predictors")[0])
                 for call in found
                 for method in flags(call, "--method")
@@ -100,9 +103,10 @@ def test_every_method_is_scored_at_every_density_with_its_predictors(tmp_path: P
 
 def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     done, calls = run_recipe(tmp_path, "model", FAILS="predictors_0.5")
-    assert done.returncode == 3 and not begun(calls, "evaluate") and not begun(calls[5:], "train")
-    done, calls = run_recipe(tmp_path, "model", METHODS="static")
+    assert done.returncode == 3 and not begun(calls, "evaluate") and not begun(calls[6:], "train")
+    done, calls = run_recipe(tmp_path, "model", METHODS="static", CURVE="")
     assert done.returncode == 0 and len(begun(calls, "budget")) == 2, "no cats, no budget of it"
+    assert not any(CURVE in call for call in calls)
     done, calls = run_recipe(tmp_path, "model", METHODS="static")
     assert done.returncode == 0 and not begun(calls, "budget") and begun(calls, "evaluate")
 
