@@ -140,3 +140,9 @@ def progress(
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15.0,
     )
+
+
+def show_step(bar: tqdm[Any], step: int, loss: float) -> None:
+    """Move a progress bar to a training step that is done, and show its loss."""
+    bar.update(step + 1 - bar.n)
+    bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)

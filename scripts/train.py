@@ -14,12 +14,11 @@ from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
 from data.store_layout import SPLITS
 from modules.sparsity import BLOCKS, Block
-from scripts.command_line import progress, run_stage
-from scripts.model_loading import ModelOptions
+from scripts.command_line import progress, run_stage, show_step
+from scripts.refinement import RefinementFlags, check_refinement, refine_neurons
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
-from sparse_predictor.refine import RefineOptions, refine
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.store import PredictorManifest, finished_predictors, same_weights, save_predictors, weights_sample
@@ -30,7 +29,7 @@ from sparse_predictor.validation import validation_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(RefinementFlags):
     """Train predictors of active units from an activation store."""
 
     activations: Path
@@ -67,17 +66,11 @@ class Options(ModelOptions):
     """Tokens a step (of every layer)."""
     learning_rate: float = 2e-3
     """Peak, of AdamW."""
-    refine_steps: int = 800
-    """End-to-end steps of the neuron predictors against the dense logits, --batch-size windows each; 0: none."""
-    refine_window: int = 1024
-    """Tokens a window, of refinement and of the text that stand-ins and thresholds are fitted on."""
-    refine_learning_rate: float = 3e-3
-    """Peak, of AdamW."""
     calibration_tokens: int = 16384
     """Held-out tokens on which thresholds are set."""
 
 
-LEAST = {"closed_form_rows": 16, "refine_steps": 0, "refine_window": 2, "calibration_tokens": 1, "standin_tokens": 1}
+LEAST = {"closed_form_rows": 16, "calibration_tokens": 1, "standin_tokens": 1}
 
 
 def main(options: Options) -> PredictorManifest:
@@ -131,7 +124,17 @@ def main(options: Options) -> PredictorManifest:
             error_share=options.standin_error_share,
         )
         if options.refine_steps:
-            metrics["refinement"] = refine_neurons(options, rows["mlp"], stacks["mlp"])
+            metrics["refinement"] = refine_neurons(
+                options,
+                loaded,
+                rows["mlp"],
+                stacks["mlp"],
+                densities=options.densities,
+                lookahead=options.lookahead,
+                held_out_tokens=options.calibration_tokens,
+                state_folder=options.output_dir,
+                origin={name: str(value) for name, value in training.items() if not name.startswith("refine_")},
+            )
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block, stack in stacks.items():
         rule = options.rule if block == "mlp" else "topk"
@@ -179,8 +182,7 @@ def check_options(options: Options) -> None:
         raise ValueError(f"--lookahead must be 0 or 1, got {options.lookahead}")
     if not 0.0 <= options.standin_error_share <= 1.0:
         raise ValueError(f"--standin-error-share must lie in [0, 1], got {options.standin_error_share}")
-    if not (0.0 < options.refine_learning_rate < 1.0):
-        raise ValueError(f"--refine-learning-rate must lie in (0, 1), got {options.refine_learning_rate}")
+    check_refinement(options)
     if not options.densities or len(set(options.densities)) != len(options.densities):
         raise ValueError(f"--densities: give at least one, each once; got {options.densities}")
     for density in (*options.densities, options.label_density):
@@ -222,39 +224,9 @@ def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> P
             rows,
             fit,
             state_path=options.output_dir / f"training_{rows.block}.pt",
-            on_step=lambda step, loss: advance(bar, step, loss),
+            on_step=lambda step, loss: show_step(bar, step, loss),
         )
     return stack
-
-
-def refine_neurons(options: Options, rows: TrainingRows, stack: PredictorStack) -> dict[str, Any]:
-    """Stage B; returns the held-out divergence as it went, nats a token."""
-    model = rows.model
-    refinement = RefineOptions(
-        steps=options.refine_steps,
-        batch_sequences=options.batch_size,
-        window=min(options.refine_window, model.config.max_position_embeddings),
-        learning_rate=options.refine_learning_rate,
-        densities=options.densities,
-        seed=options.seed,
-    )
-    held_out = rows.text("validation", options.calibration_tokens, options.refine_window)
-    with progress((), "refining", quiet=options.quiet, total=refinement.steps, unit="step") as bar:
-        curve = refine(
-            model,
-            stack,
-            rows.token_ids("train"),
-            held_out,
-            refinement,
-            lookahead=options.lookahead,
-            state_path=options.output_dir / "training_refinement.pt",
-            origin={
-                **rows.identity(),
-                **{name: str(value) for name, value in asdict(options).items() if not name.startswith("refine_")},
-            },
-            on_step=lambda step, loss: advance(bar, step, loss),
-        )
-    return {"held_out_divergence": curve, "best": min(divergence for _, divergence in curve)}
 
 
 def parse_rank(text: str, automatic: int, flag: str, least: int) -> int:
@@ -264,12 +236,6 @@ def parse_rank(text: str, automatic: int, flag: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"{flag} must be auto or a whole number of at least {least}, got {text!r}")
     return int(text)
-
-
-def advance(bar: Any, step: int, loss: float) -> None:
-    """Move a progress bar to `step` and show the loss."""
-    bar.update(step + 1 - bar.n)
-    bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
 
 
 def metrics_table(block: Block, metrics: dict[str, Any]) -> Table:

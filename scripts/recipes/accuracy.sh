@@ -4,9 +4,10 @@
 # their perplexity and that of budgets, calibration and Deja Vu's recipe, and every method's perplexity and tasks at 0.7,
 # 0.5 and 0.3. At CURVE (0.22) there is the predictor's perplexity alone: the low end of the curve against bytes read.
 # Variables: RUN_DIR (outputs/accuracy); CALIBRATION (c4) and TEST (wikitext), corpora or text files; TOKENS (440000) of
-# calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800); METHODS,
-# beside the predictor (leave cats out for models without gates); TASKS, comma-separated, with INCLUDE_PATH, a folder of
-# task files; REQUESTS, a file that `scripts.carried_tasks export` wrote, where lm-eval is not to be had.
+# calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800); REFINE_CORPUS
+# and REFINE_TOKENS, more text to refine on (none by default); METHODS, beside the predictor (leave cats out for models
+# without gates); TASKS, comma-separated, with INCLUDE_PATH, a folder of task files; REQUESTS, a file that
+# `scripts.carried_tasks export` wrote, where lm-eval is not to be had.
 # Safe to run again: what is complete is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -22,6 +23,8 @@ read -ra curve <<<"${CURVE-0.22}"
 calibration="${CALIBRATION:-c4}" activations="${ACTIVATIONS:-${RUN_DIR:-outputs/accuracy}/activations}"
 methods="${METHODS:-oracle cats teal static random teal-all wina griffin}"
 tasks="${TASKS:-arc_easy,arc_challenge,openbookqa,winogrande,boolq,lambada_openai,arithmetic_words}"
+refinement=(--refine-steps "${REFINE_STEPS:-800}" ${REFINE_CORPUS:+--refine-corpus "$REFINE_CORPUS"})
+refinement+=(${REFINE_TOKENS:+--refine-tokens "$REFINE_TOKENS"})
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" NUM_GPUS=1
 set -m # a process group for each job, so that nothing is left running when this ends
 trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
@@ -66,7 +69,7 @@ run_python collect "${model[@]}" --dtype bfloat16 --corpus "$calibration" --outp
 # Side by side: a step is many small kernels, and no process alone keeps a GPU busy.
 pids=()
 for density in "${densities[@]}" "${curve[@]}"; do
-    train "predictors_$density" --densities "$density" --refine-steps "${REFINE_STEPS:-800}" &
+    train "predictors_$density" --densities "$density" "${refinement[@]}" &
     pids+=("$!")
 done
 for pid in "${pids[@]}"; do wait "$pid"; done

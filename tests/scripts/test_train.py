@@ -118,7 +118,7 @@ def test_interrupted_training_resumes_to_the_same_files(
         if step == 205 and len(steps) < 210:
             raise Killed
 
-    monkeypatch.setattr(scripts.train, "advance", advance)
+    monkeypatch.setattr(scripts.train, "show_step", advance)
     with pytest.raises(Killed):
         train(folder / "model", store, tmp_path / "parts", **options)
     assert not (tmp_path / "parts/manifest.json").exists()
