@@ -128,7 +128,7 @@ def can_capture(model: Decoder) -> bool:
 
 
 def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) -> tuple[Callable[[], None], StepOutputs]:
-    """Capture a step as a graph: how to replay it, and its outputs."""
+    """Capture a step as a graph: how to replay it, and its outputs. The step runs three times."""
     # Libraries and communicators set themselves up outside of the graph.
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -140,7 +140,7 @@ def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) ->
     # thread_local: communication libraries may touch the device from threads of their own meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outputs = step()
-    graph.replay()  # the first launch brings the graph to the device, and no step that is waited for should pay for it
+    graph.replay()  # a first launch also brings the graph to the device; no step that is waited for should pay for that
     return graph.replay, outputs
 
 

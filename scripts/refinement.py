@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from loguru import logger
 
+from data.activation_store import ActivationStore
 from data.corpora import iter_documents, parse_corpus, token_documents
 from scripts.command_line import progress, show_step
 from scripts.model_loading import LoadedModel, ModelOptions
@@ -19,7 +20,8 @@ from sparse_predictor.refine import RefineOptions, refine
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.training_data import TrainingRows
 
-BEGINNING = 64  # tokens by which a document is known again
+# A document is known again by so many tokens; where the store holds fewer, since it was cut, by no less than these.
+BEGINNING, LEAST_BEGINNING = 64, 16
 LEAST = {"refine_steps": 0, "refine_window": 2, "refine_tokens": 1}
 
 
@@ -34,13 +36,14 @@ class RefinementFlags(ModelOptions):
     refine_learning_rate: float = 3e-3
     """Peak, of AdamW."""
     refine_corpus: str | None = None
-    """Refine on this text, too: as --corpus of collect, but without activations, so it may be far more."""
+    """Refine on this text, too: as --corpus of collect, but without activations, so it may be far more. What the store
+    holds already is left out of it."""
     refine_tokens: int | None = None
-    """Tokens of it; all by default."""
+    """Tokens of it; all of a file by default."""
 
 
-def check_refinement(flags: RefinementFlags) -> None:
-    """ValueError for flags that could not refine anything."""
+def check_refinement(flags: RefinementFlags, *, refines: bool) -> None:
+    """ValueError for flags that could not refine anything; `refines`: whether neurons are trained."""
     for name, least in LEAST.items():
         if (value := getattr(flags, name)) is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
@@ -49,15 +52,20 @@ def check_refinement(flags: RefinementFlags) -> None:
     if flags.refine_corpus is None:
         if flags.refine_tokens is not None:
             raise ValueError("--refine-tokens: of which text? give --refine-corpus as well")
-    elif parse_corpus(flags.refine_corpus, side="train").kind == "self" and flags.refine_tokens is None:
-        raise ValueError(f"--refine-corpus {flags.refine_corpus} has no end: give --refine-tokens as well")
+        return
+    if not (flags.refine_steps and refines):
+        raise ValueError("--refine-corpus: only neurons are refined, and with --refine-steps of at least 1")
+    if parse_corpus(flags.refine_corpus, side="train").path is None and flags.refine_tokens is None:
+        raise ValueError(
+            f"--refine-corpus {flags.refine_corpus} has no end, or a far one: give --refine-tokens as well"
+        )
 
 
 def refine_neurons(
     flags: RefinementFlags,
-    loaded: LoadedModel,
     rows: TrainingRows,
     stack: PredictorStack,
+    text: np.ndarray,
     *,
     densities: tuple[float, ...],
     lookahead: int,
@@ -65,7 +73,7 @@ def refine_neurons(
     state_folder: Path,
     origin: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Refine `stack` in place; returns the held-out divergence as it went, nats a token."""
+    """Refine `stack` in place on a token stream int32 [N]; returns the held-out divergence as it went, nats a token."""
     model = rows.model
     refinement = RefineOptions(
         steps=flags.refine_steps,
@@ -75,7 +83,6 @@ def refine_neurons(
         densities=densities,
         seed=flags.seed,
     )
-    text = refinement_text(flags, loaded, rows)
     held_out = rows.text("validation", held_out_tokens, flags.refine_window)
     with progress((), "refining", quiet=flags.quiet, total=refinement.steps, unit="step") as bar:
         curve = refine(
@@ -93,24 +100,42 @@ def refine_neurons(
 
 
 def refinement_text(flags: RefinementFlags, loaded: LoadedModel, rows: TrainingRows) -> np.ndarray:
-    """The store's training tokens, then those of --refine-corpus: int32 [N]. A document that begins as one that the
-    store validates on is left out, since the best state is chosen by those."""
+    """The store's training tokens, then those of --refine-corpus: int32 [N].
+
+    Documents of the store are left out of the latter: it validates on some, and the others are there. They are known
+    by their first tokens, so one that the corpus cuts or begins otherwise is not. ValueError if nothing is left.
+    """
     stored = rows.token_ids("train")
     if flags.refine_corpus is None:
         return stored
-    validating = {
-        tuple(rows.store.token_ids[start : min(stop, start + BEGINNING)].tolist())
-        for start, stop in rows.store.row_ranges("validation")
-    }
-    writer = loaded.self_writer(quiet=flags.quiet, max_tokens=flags.refine_tokens)
     documents = token_documents(
         loaded.tokenizer,
-        iter_documents(flags.refine_corpus, side="train", self_writer=writer),
+        iter_documents(
+            flags.refine_corpus,
+            side="train",
+            self_writer=loaded.self_writer(quiet=flags.quiet, max_tokens=flags.refine_tokens),
+        ),
         vocab_size=rows.model.config.vocab_size,
     )
-    others = chain.from_iterable(ids for ids in documents if tuple(ids[:BEGINNING]) not in validating)
+    is_stored = _knows(rows.store)
+    others = chain.from_iterable(ids for ids in documents if not is_stored(ids))
     tokens = np.fromiter(islice(others, flags.refine_tokens), dtype=stored.dtype)
     if not len(tokens):
-        raise ValueError(f"--refine-corpus {flags.refine_corpus} holds nothing but what the store validates on")
+        raise ValueError(f"--refine-corpus {flags.refine_corpus} holds nothing but what the store does")
+    if flags.refine_tokens is not None and len(tokens) < flags.refine_tokens:
+        logger.warning(f"--refine-corpus {flags.refine_corpus} ends after {len(tokens)} tokens")
     logger.info(f"refining on {len(stored)} tokens of the store and {len(tokens)} of {flags.refine_corpus}")
     return np.concatenate([stored, tokens])
+
+
+def _knows(store: ActivationStore) -> Callable[[list[int]], bool]:
+    """Whether a store holds a document, by its tokens."""
+    ranges = [(entry.start, min(entry.stop, entry.start + BEGINNING)) for entry in store.documents]
+    beginnings = {tuple(store.token_ids[start:stop].tolist()) for start, stop in ranges}
+    sizes = {len(beginning) for beginning in beginnings}
+
+    def knows(ids: list[int]) -> bool:
+        few = (size for size in sizes if size >= LEAST_BEGINNING or size == len(ids))
+        return any(tuple(ids[:size]) in beginnings for size in few)
+
+    return knows

@@ -15,7 +15,7 @@ from data.activation_store import ActivationStore
 from data.store_layout import SPLITS
 from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
-from scripts.refinement import RefinementFlags, check_refinement, refine_neurons
+from scripts.refinement import RefinementFlags, check_refinement, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
@@ -110,6 +110,10 @@ def main(options: Options) -> PredictorManifest:
         for block in BLOCKS
         if options.units in ("both", block)
     }
+    # Now, so that text that is not to be had ends this before hours of fitting.
+    text_to_refine_on = (
+        refinement_text(options, loaded, rows["mlp"]) if "mlp" in rows and options.refine_steps else None
+    )
     metrics: dict[str, Any] = {}
     stacks = {block: fit_block(options, rows[block], label) for block in rows}
     if "mlp" in stacks:
@@ -123,12 +127,12 @@ def main(options: Options) -> PredictorManifest:
             lookahead=options.lookahead,
             error_share=options.standin_error_share,
         )
-        if options.refine_steps:
+        if text_to_refine_on is not None:
             metrics["refinement"] = refine_neurons(
                 options,
-                loaded,
                 rows["mlp"],
                 stacks["mlp"],
+                text_to_refine_on,
                 densities=options.densities,
                 lookahead=options.lookahead,
                 held_out_tokens=options.calibration_tokens,
@@ -182,7 +186,7 @@ def check_options(options: Options) -> None:
         raise ValueError(f"--lookahead must be 0 or 1, got {options.lookahead}")
     if not 0.0 <= options.standin_error_share <= 1.0:
         raise ValueError(f"--standin-error-share must lie in [0, 1], got {options.standin_error_share}")
-    check_refinement(options)
+    check_refinement(options, refines=options.units != "attention")
     if not options.densities or len(set(options.densities)) != len(options.densities):
         raise ValueError(f"--densities: give at least one, each once; got {options.densities}")
     for density in (*options.densities, options.label_density):

@@ -31,8 +31,9 @@ PROGRAMS = (0, 8, 16, 32, 64, 128)  # 0: the copy engines
 OFFSETS = (-512, -256, 0, 256, 512)
 MAX_DIFFERENCE = 0.02  # ||split - whole|| / ||whole|| of all hidden states; or this, if it is more:
 # A pass of so many tokens less has the same states, but for products of other shapes, which round otherwise, as those
-# of halves do; layer after layer of random weights makes more of it. Splitting may differ by so many times that.
-FEWER_TOKENS, TIMES_ROUNDING = 64, 3.0
+# of halves do; layer after layer of random weights makes more of it. Splitting may differ by so many times that, and by
+# no more than the last: keys that a half does not see are worth more.
+FEWER_TOKENS, TIMES_ROUNDING, MOST_ROUNDING = 64, 3.0, 0.1
 
 
 def tune_splits(options: Options) -> list[SplitPoint]:
@@ -97,7 +98,7 @@ def problem_of(split: Tensor, whole: Tensor, shorter: Tensor) -> str | None:
         return float((found.float() - expected.float()).norm() / expected.float().norm())
 
     found, rounding = difference(split, whole), difference(shorter, whole[:, : shorter.shape[1]])
-    allowed = max(MAX_DIFFERENCE, TIMES_ROUNDING * rounding)
+    allowed = min(MOST_ROUNDING, max(MAX_DIFFERENCE, TIMES_ROUNDING * rounding))
     if found <= allowed:  # never so if it is not a number
         return None
     return f"split states are {found:.3g} off the whole ones, and rounding explains {allowed:.3g}"

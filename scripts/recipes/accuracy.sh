@@ -8,7 +8,7 @@
 # and REFINE_TOKENS, more text to refine on (none by default); METHODS, beside the predictor (leave cats out for models
 # without gates); TASKS, comma-separated, with INCLUDE_PATH, a folder of task files; REQUESTS, a file that
 # `scripts.carried_tasks export` wrote, where lm-eval is not to be had.
-# Safe to run again: what is complete is kept.
+# Safe to run again with the same variables: what is complete is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/usage.sh

@@ -41,17 +41,25 @@ def text_of(folder: Path, **changes: Any) -> tuple[np.ndarray, TrainingRows]:
     return refinement_text(flags, loaded, rows), rows
 
 
-def test_text_of_the_store_comes_first_and_what_it_validates_on_is_in_no_text(folder: Path, tmp_path: Path) -> None:
+def test_text_of_the_store_comes_first_and_nothing_of_it_twice(folder: Path, tmp_path: Path) -> None:
     stored, rows = text_of(folder)
-    assert stored.tolist() == rows.token_ids("train").tolist()
-    # The store's own corpus again: all of it but the documents that validate.
-    text, _ = text_of(folder, refine_corpus=str(folder / "store.jsonl"))
-    assert text.dtype == stored.dtype and text.tolist() == [*stored.tolist(), *stored.tolist()]
-    assert 0 < len(stored) < 30 * 40
-    learnt = [part.tolist() for part in np.split(stored, len(stored) // 40)]
-    validating = [ids for ids in DOCUMENTS if ids not in learnt]
-    with pytest.raises(ValueError, match="holds nothing but what the store validates on"):
-        text_of(folder, refine_corpus=write_corpus(tmp_path / "validating.jsonl", validating))
+    assert stored.tolist() == rows.token_ids("train").tolist() and 0 < len(stored) < 30 * 40, "some validate"
+    with pytest.raises(ValueError, match="holds nothing but what the store does"):
+        text_of(folder, refine_corpus=str(folder / "store.jsonl"))
+    # Longer than what the store kept of it, as short as one token, one that only begins alike, and another.
+    longer, short, alike, other = [*DOCUMENTS[3], 5, 6], DOCUMENTS[4][:1], [*DOCUMENTS[5][:39], 7, 8], [9] * 20
+    spec = write_corpus(tmp_path / "mixed.jsonl", [longer, short, alike, other])
+    text, _ = text_of(folder, refine_corpus=spec)
+    assert text.dtype == stored.dtype and text[: len(stored)].tolist() == stored.tolist()
+    assert text[len(stored) :].tolist() == [*short, *alike, *other]
+
+
+def test_a_short_document_of_the_store_does_not_stand_for_all_that_begin_so(tmp_path: Path) -> None:
+    documents = [[7, 8], *ragged_documents([40] * 6)]
+    collect(model_folder(tmp_path / "model", LLAMA), tmp_path / "store", documents)
+    spec = write_corpus(tmp_path / "more.jsonl", [[7, 8], [7, 8, 9]])
+    text, rows = text_of(tmp_path, refine_corpus=spec)
+    assert text[len(rows.token_ids("train")) :].tolist() == [7, 8, 9]
 
 
 def test_other_text_is_read_up_to_so_many_tokens(folder: Path, tmp_path: Path) -> None:
@@ -83,10 +91,13 @@ def test_flags_that_do_not_go_together_are_one_line(
     given = ["--model", folder / "model", "--activations", folder / "store", "--output-dir", tmp_path / "p"]
     for more, message in (
         (["--refine-tokens", 5], "--refine-tokens: of which text? give --refine-corpus as well"),
-        (["--refine-corpus", "self"], "--refine-corpus self has no end: give --refine-tokens as well"),
+        (["--refine-corpus", "self"], "--refine-corpus self has no end, or a far one: give --refine-tokens as well"),
+        (["--refine-corpus", "c4"], "--refine-corpus c4 has no end, or a far one"),
+        (["--refine-corpus", "self", "--refine-tokens", 9, "--units", "attention"], "only neurons are refined"),
+        (["--refine-corpus", "self", "--refine-tokens", 9, "--refine-steps", 0], "only neurons are refined"),
         (["--refine-corpus", "self", "--refine-tokens", 0], "--refine-tokens must be at least 1, got 0"),
         (["--refine-corpus", tmp_path / "none.jsonl"], "none.jsonl"),
     ):
         assert message in one_error_line(main, Options, [*given, *more], capsys)
     assert not (tmp_path / "p" / "manifest.json").exists()
-    check_refinement(RefinementFlags(model="m", refine_corpus="self", refine_tokens=8))
+    check_refinement(RefinementFlags(model="m", refine_corpus="self", refine_tokens=8), refines=True)

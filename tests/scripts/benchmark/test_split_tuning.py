@@ -59,6 +59,7 @@ def test_split_states_may_differ_as_rounding_does_and_no_more() -> None:
     for found, shorter in ((off(0.021), exact), (off(0.5), inexact), (whole * float("nan"), inexact)):
         assert "off the whole ones" in (problem_of(found, whole, shorter) or "")
     assert "off the whole ones" in (problem_of(off(0.05), whole, inexact * float("nan")) or "")
+    assert "rounding explains 0.1" in (problem_of(off(0.11), whole, off(0.4)[:, :6]) or "")
 
 
 def test_one_rank_has_nothing_to_tune(tmp_path: Path) -> None:
