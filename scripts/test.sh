@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/usage.sh
 source scripts/environment.sh
+# No bytecode of what nothing imports: it would be half of the installation. (To pip, 0 here is --no-compile.)
+export PIP_NO_COMPILE=0
 ensure_environment test
 
 python=.venv/bin/python
@@ -20,8 +22,8 @@ echo "==> ruff format --check"
 $python -m ruff format --check "${sources[@]}" tests
 echo "==> ruff check"
 $python -m ruff check "${sources[@]}" tests
-# Two halves of about the same length, mypy in the one whose tests take less. Triton reads TRITON_INTERPRET when it is imported, and then
-# compiles nothing: hence a process of its own.
+# Two halves side by side; mypy is in the one whose tests take less. Triton reads TRITON_INTERPRET when it is imported,
+# and then compiles nothing: hence a process of its own.
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 {

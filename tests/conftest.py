@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: needs {GPUS_NEEDED[marker]}+ GPU, has {num_gpus}"))
                 skipped_tests[marker] += 1
                 break
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays until the end. Out of the collector's sight it costs no collection a second, of
+    which the benchmarks make many."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

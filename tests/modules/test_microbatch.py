@@ -52,7 +52,7 @@ def requests_of(lengths: Lengths) -> list[GenerationRequest]:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(lengths, st.integers(1, 5), st.sampled_from(["llama", "opt"]), st.booleans(), st.integers(4, 60))
 def test_each_request_gets_what_it_gets_alone(
     lengths: Lengths, batch_size: int, kind: str, sparse: bool, prefill_tokens: int
@@ -70,7 +70,7 @@ def test_each_request_gets_what_it_gets_alone(
         assert found.head_density == pytest.approx(alone.head_density, abs=1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(lengths, st.integers(1, 5), st.integers(4, 40), st.data())
 def test_rows_have_no_gaps_and_requests_come_in_once_and_in_order(
     lengths: Lengths, num_rows: int, prefill_tokens: int, data: st.DataObject

@@ -11,6 +11,11 @@ IMPORTED = (
     "tests.pipeline_parallel.parity_cases",
     "tests.pipeline_parallel.toy_stage",
     "scripts.infer",
+    "scripts.collect",
+    "scripts.evaluate",
+    "scripts.drift",
+    "scripts.train",
+    "scripts.summarize",
 )
 """Modules that import nearly all that the ranks of tests do."""
 

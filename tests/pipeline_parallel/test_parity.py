@@ -67,11 +67,11 @@ def expected(folder: Path) -> Callable[[str], Any]:
 
 @pytest.fixture(scope="module", params=sorted(MESHES))
 def world(request: pytest.FixtureRequest, folder: Path) -> tuple[int, dict[str, Any]]:
-    """All cases of one world size, run by its ranks in one start. Those of the largest, which has a cut of every kind,
-    are fresh: nothing that one interpreter orders at will may count."""
+    """All cases of one world size, run by its ranks in one start. Those of the smallest, which has a cut of either
+    kind, are fresh: nothing that one interpreter orders at will may count."""
     size: int = request.param
     arguments = ["-m", "tests.pipeline_parallel.parity_cases", str(folder)]
-    ended = wait_all(start_ranks(arguments, size, forked=size < max(MESHES)), timeout_s=240)
+    ended = wait_all(start_ranks(arguments, size, forked=size > min(MESHES)), timeout_s=240)
     assert [rank.exit_code for rank in ended] == [0] * size, "\n".join(rank.stderr[-2000:] for rank in ended)
     return size, json.loads((folder / f"world{size}.json").read_text())
 
@@ -129,7 +129,7 @@ def test_sparse_answers_and_active_sets_do_not_depend_on_the_cut(
     size, found = world
     for tp_size, pp_size in MESHES[size]:
         dp_size = size // (tp_size * pp_size)
-        for kind, name, batch_size in sparse_runs(dp_size):
+        for kind, name, batch_size in sparse_runs(tp_size, pp_size, dp_size):
             case = f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"
             answers, ranks = found[case]
             theirs, (whole,) = expected(f"{name} {kind} batch{batch_size}")

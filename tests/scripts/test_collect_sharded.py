@@ -19,7 +19,8 @@ from tests.sparse_predictor.tiny_stages import ragged_documents, write_corpus
 
 
 def run_on_ranks(folder: Path, *cases: str) -> list[Ended]:
-    return wait_all(start_ranks(["-m", "tests.scripts.sharded_collection", str(folder), *cases], 4), timeout_s=240)
+    arguments = ["-m", "tests.scripts.sharded_collection", str(folder), *cases]
+    return wait_all(start_ranks(arguments, 4, forked=True), timeout_s=240)
 
 
 @pytest.fixture(scope="module")

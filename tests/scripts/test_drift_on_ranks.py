@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sharded")
     model_folder(made / "model", LLAMA)
     write_corpus(made / "test.jsonl", ragged_documents([100, 200, 150], seed=3))
-    ended = wait_all(start_ranks(["-m", "tests.scripts.sharded_drift", str(made)], 4), timeout_s=120)
+    ended = wait_all(start_ranks(["-m", "tests.scripts.sharded_drift", str(made)], 4, forked=True), timeout_s=120)
     assert [rank.exit_code for rank in ended] == [0] * 4, "\n".join(rank.stderr[-2000:] for rank in ended)
     assert "--parts activation, distance: left out" in ended[0].stderr
     return made

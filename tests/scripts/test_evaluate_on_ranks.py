@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "budget.json").write_text(json.dumps(LAST_LAYER))
     for number in range(2):
         write_corpus(made / f"text-{number}.jsonl", ragged_documents([40], seed=number))
-    ended = wait_all(start_ranks(["-m", "tests.scripts.sharded_evaluation", str(made)], 4), timeout_s=240)
+    ended = wait_all(start_ranks(["-m", "tests.scripts.sharded_evaluation", str(made)], 4, forked=True), 240)
     assert [rank.exit_code for rank in ended] == [0] * 4, "\n".join(rank.stderr[-2000:] for rank in ended)
     return made
 

@@ -273,7 +273,7 @@ def test_arithmetic_problems_are_right_and_examples_are_not_tests(steps: int) ->
 
 
 def test_two_ranks_get_the_scores_of_one(folder: Path) -> None:
-    ended = wait_all(start_ranks(["-m", "tests.scripts.ranked_tasks", str(folder)], 2), timeout_s=240)
+    ended = wait_all(start_ranks(["-m", "tests.scripts.ranked_tasks", str(folder)], 2, forked=True), timeout_s=240)
     assert [rank.exit_code for rank in ended] == [0, 0], "\n".join(rank.stderr[-2000:] for rank in ended)
     for name, (sizes, changes) in RUNS.items():
         expected = scripts.evaluate.main(options(folder, folder / f"one {name}.jsonl", **changes))
