@@ -31,7 +31,6 @@ from typing import Literal
 import torch
 from loguru import logger
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from modules.decoder import Decoder, HalfBlock
 from modules.forward_pass import ForwardPass, cached_attention_mask
@@ -206,6 +205,8 @@ def split(token_ids: Tensor, whole: ForwardPass, first: int, dtype: torch.dtype)
 def mask_of_rest(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:
     """What the queries at the last `positions` [1, T] of `end` see: all keys up to and with their own."""
     if positions.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.bias import causal_lower_right  # here, since it loads torch's compiler: seconds
+
         return causal_lower_right(positions.shape[1], end)  # flash attention
     return cached_attention_mask(positions, end, dtype)
 
