@@ -26,7 +26,7 @@ from tests.modules.tiny_kinds import KINDS, random_tokens
 MESHES = {
     2: [(2, 1), (1, 2), (1, 1)],
     3: [(3, 1), (1, 3), (1, 1)],
-    4: [(4, 1), (2, 2), (2, 1), (1, 4), (1, 2)],
+    4: [(4, 1), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)],
 }
 LAYERS = {"num_hidden_layers": 4}
 MODELS = {
@@ -58,19 +58,10 @@ SPARSE_CASES = [("llama-24-heads-8-groups", name) for name in SPARSE] + [
 ]
 
 
-LAST_CUTS = ("oracle", "predictor", "predictor-lookahead")
-
-
-def sparse_runs(tp_size: int, pp_size: int, dp_size: int) -> list[tuple[str, str, int]]:
+def sparse_runs(dp_size: int) -> list[tuple[str, str, int]]:
     """(model, method, batch size): one at a time, so that calls can be compared in order. Replicas do not change what a
-    method does, so there the predictor alone is run; it is also run together. Four ranks of one kind are, to a method,
-    like three: there only those are run whose choice, or when it is made, is another on each rank or stage."""
-    names: tuple[str, ...] = tuple(SPARSE)
-    if dp_size > 1:
-        names = ("predictor",)
-    elif max(tp_size, pp_size) > 3:
-        names = LAST_CUTS
-    single = [(kind, name, 1) for kind, name in SPARSE_CASES if name in names]
+    method does, so there the predictor alone is run; it is also run together."""
+    single = [(kind, name, 1) for kind, name in SPARSE_CASES if dp_size == 1 or name == "predictor"]
     return single + [(kind, name, 8) for kind, name in SPARSE_CASES if name == "predictor"]
 
 
@@ -164,7 +155,7 @@ def run_all(folder: Path) -> dict[str, Any]:
                 for batch_size in BATCH_SIZES:
                     answers = run_dense(model, mesh, batch_size)
                     found[f"dense {kind} tp{tp_size} pp{pp_size} batch{batch_size}"] = answers
-            for kind, name, batch_size in sparse_runs(tp_size, pp_size, mesh.dp_size):
+            for kind, name, batch_size in sparse_runs(mesh.dp_size):
                 model = load_model(
                     folder / kind / "model",
                     dtype=torch.float64,
