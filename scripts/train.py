@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
 from scripts.refinement import RefinementFlags, check_refinement, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
+from sparse_predictor.budgets import DensityBudget, read_budget
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.stack import PredictorStack
@@ -52,6 +54,9 @@ class Options(RefinementFlags):
     """How neurons are chosen from scores: one threshold a layer, or topk a token (Deja Vu's)."""
     densities: tuple[float, ...] = (0.5, 0.3)
     """MLP densities to fit stand-ins and thresholds at; a run at another density uses the nearest stand-in."""
+    density_budget: Path | None = None
+    """What each layer keeps at the one density of --densities (a file of scripts.budget): stand-ins, refinement and
+    thresholds are for that. A copy is left in --output-dir, for --density-budget of a run."""
     standin_rank: str = "auto"
     """Rank of the linear stand-in for skipped neurons; 0: none."""
     closed_form_rows: int = 32768
@@ -70,20 +75,28 @@ class Options(RefinementFlags):
     """Held-out tokens on which thresholds are set."""
 
 
+BUDGET_FILE = "density_budget.json"
 LEAST = {"closed_form_rows": 16, "calibration_tokens": 1, "standin_tokens": 1}
 
 
 def main(options: Options) -> PredictorManifest:
     """Train into `output_dir`, unless that is done already; the manifest is written last."""
     check_options(options)
+    kept = layer_densities(options)
     store = ActivationStore(options.activations)
     if store.layout.units not in ("both", options.units):
         raise ValueError(f"{options.activations} holds units {store.layout.units}, not {options.units}")
     training = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    training["density_budget"] = kept  # what it says, not where it is
     definitions = describe_store(store)
     finished = finished_predictors(options.output_dir, training, definitions)
     loaded = options.load()
     model, config = loaded.model, loaded.model.config
+    if kept is not None and len(kept) != config.num_hidden_layers:
+        raise ValueError(
+            f"--density-budget {options.density_budget} is for {len(kept)} layers; this model has "
+            f"{config.num_hidden_layers}"
+        )
     if store.layout.config_hash != config.config_hash():
         raise ValueError(
             f"{options.activations} was collected from {store.layout.model} (config {store.layout.config_hash}), "
@@ -115,7 +128,7 @@ def main(options: Options) -> PredictorManifest:
         refinement_text(options, loaded, rows["mlp"]) if "mlp" in rows and options.refine_steps else None
     )
     metrics: dict[str, Any] = {}
-    stacks = {block: fit_block(options, rows[block], label) for block in rows}
+    stacks = {block: fit_block(options, rows[block], label, kept) for block in rows}
     if "mlp" in stacks:
         logger.info("fitting stand-ins")
         text = rows["mlp"].text("train", options.standin_tokens, options.refine_window)
@@ -148,7 +161,7 @@ def main(options: Options) -> PredictorManifest:
     held_out = next(iter(rows.values())).text("validation", options.calibration_tokens, options.refine_window)
     if "mlp" in stacks:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
-        calibrate_thresholds(model, neurons, held_out, options.densities, options.lookahead)
+        calibrate_thresholds(model, neurons, held_out, options.lookahead)
     calibration = {
         layer: calibrate_layer(rows.get("mlp"), rows.get("attention"), index, label)
         for index, layer in enumerate(progress(store.layers, "calibrating baselines", quiet=options.quiet))
@@ -172,6 +185,8 @@ def main(options: Options) -> PredictorManifest:
     tables = [metrics_table(block, metrics[block]).to_markdown() for block in stacks]
     options.output_dir.mkdir(parents=True, exist_ok=True)
     (options.output_dir / "metrics.md").write_text("\n\n".join(tables) + "\n")
+    if kept is not None:  # without thresholds: the predictors have them
+        DensityBudget(densities={"mlp": kept}).write(options.output_dir / BUDGET_FILE)
     save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     report(metrics, options)
     return manifest
@@ -194,7 +209,18 @@ def check_options(options: Options) -> None:
             raise ValueError(f"--densities and --label-density must lie in (0, 1], got {density}")
 
 
-def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> PredictorStack:
+def layer_densities(options: Options) -> list[float] | None:
+    """What each MLP keeps, where a budget says it; ValueError if that is not of the one density to be trained."""
+    if options.density_budget is None:
+        return None
+    if options.units == "attention" or len(options.densities) != 1:
+        raise ValueError(f"--density-budget is for neurons, at one density of --densities; got {options.densities}")
+    return read_budget(options.density_budget).of_mlps(options.densities[0])
+
+
+def fit_block(
+    options: Options, rows: TrainingRows, label: LabelDefinition, kept: Sequence[float] | None
+) -> PredictorStack:
     """Stage A: the scores of one kind of block."""
     config = rows.model.config
     share = auto_rank(config) if rows.block == "mlp" else auto_head_rank(config)
@@ -208,6 +234,7 @@ def fit_block(options: Options, rows: TrainingRows, label: LabelDefinition) -> P
         rows.num_units,
         rank,
         densities=options.densities if rows.block == "mlp" else (),
+        layer_densities=None if kept is None or rows.block != "mlp" else {options.densities[0]: kept},
         standin_rank=standin_rank if rows.block == "mlp" else 0,
         device=rows.device,
         seed=options.seed,

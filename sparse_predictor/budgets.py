@@ -53,6 +53,15 @@ class DensityBudget:
             )
         return self.thresholds
 
+    def of_mlps(self, mean: float) -> list[float]:
+        """The density of each MLP; ValueError if there are none, or their mean is not the one expected."""
+        found = self.densities.get("mlp", [])
+        if not found or not all(0.0 < density <= 1.0 for density in found):
+            raise ValueError("density budget: expected a density in (0, 1] of each MLP")
+        if abs(sum(found) / len(found) - mean) > 0.005:
+            raise ValueError(f"density budget: its MLPs keep {sum(found) / len(found):.3g} in the mean, not {mean}")
+        return found
+
     def write(self, path: Path) -> None:
         """As JSON, atomically."""
         values: dict[str, Any] = {str(block): found for block, found in self.densities.items()}

@@ -40,7 +40,8 @@ LOGITS_POSITIONS = 2048
 @dataclass(frozen=True, kw_only=True)
 class RefineOptions:
     """`learning_rate` is relative: a step of 0.001 changes a matrix by about 0.1 % of its size. `densities`: one is
-    drawn each step. `surrogate_width`: of the sigmoid in the backward pass, in score units."""
+    drawn each step. `surrogate_width`: of the sigmoid in the backward pass, in score units. `noise`: the share of
+    tokens that are replaced by others, so that a short text is never seen twice alike."""
 
     steps: int
     batch_sequences: int
@@ -48,6 +49,7 @@ class RefineOptions:
     learning_rate: float
     densities: tuple[float, ...]
     surrogate_width: float = 1.0
+    noise: float = 0.0
     validate_every: int = 25
     seed: int = 0
 
@@ -109,13 +111,13 @@ class SparseTrainingHooks:
 
     def _mask(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
         def mask(module: nn.Module, args: tuple[Any, ...], activations: Tensor) -> Tensor:
-            if self.density is None:
+            if self.density is None or (kept := self.stack.kept(layer, self.density)) == 1.0:
                 return activations
             source = self._inputs[layer - self.lookahead if layer >= self.lookahead else layer]
             scores = self.stack.layer_scores(layer, source.flatten(0, 1))
             with torch.no_grad():
                 few = scores[:: max(1, scores.shape[0] // THRESHOLD_ROWS)].flatten().float().sort().values
-                threshold = few[int((1.0 - self.density) * few.numel())].to(scores.dtype)
+                threshold = few[int((1.0 - kept) * few.numel())].to(scores.dtype)
             return _StraightThroughMask.apply(activations, scores.view_as(activations), threshold, self.width)
 
         return mask
@@ -130,8 +132,9 @@ class SparseTrainingHooks:
         return add
 
 
-def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """Endless batches int64 [batch, window] of a token stream; each epoch is shuffled and cut at another offset."""
+def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int, noise: float = 0.0) -> Iterator[Tensor]:
+    """Endless batches int64 [batch, window] of a token stream; each epoch is shuffled and cut at another offset. A
+    share `noise` of the tokens is replaced by others of the stream."""
     if len(token_ids) < window + 1:
         raise ValueError(f"refinement: {len(token_ids)} training tokens do not fill one window of {window}")
     generator = np.random.default_rng(seed)
@@ -142,7 +145,11 @@ def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int) -> 
             count = (len(token_ids) - offset) // window
             starts = list(generator.permutation(count) * window + offset) + starts
         rows = [token_ids[start : start + window] for start in (starts.pop() for _ in range(batch))]
-        yield torch.from_numpy(np.stack(rows).astype(np.int64))
+        found = np.stack(rows).astype(np.int64)
+        if noise:
+            others = token_ids[generator.integers(len(token_ids), size=found.shape)]
+            found = np.where(generator.random(found.shape) < noise, others, found)
+        yield torch.from_numpy(found)
 
 
 def divergence_and_gradient(model: Decoder, sparse: Tensor, dense: Tensor) -> tuple[float, Tensor | None]:
@@ -194,7 +201,7 @@ def refine(
     sizes = [layer_sizes(parameter) for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     draw = np.random.default_rng(options.seed)
-    batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed)
+    batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed, options.noise)
     fingerprint = {**asdict(options), "lookahead": lookahead, "tokens": len(token_ids), "origin": origin}
     state = load_state(state_path, fingerprint, model.device) if state_path is not None else None
     for parameter in frozen:

@@ -196,12 +196,19 @@ def _predictor_maker(
     model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]
 ) -> Callable[[int, Block], Selector]:
     predictors, manifest = load_predictors(_predictor_dir(selection), model)
-    between = sorted({density for density in densities["mlp"] if density not in (1.0, *manifest.densities)})
+    between = sorted(
+        {
+            density
+            for layer, density in enumerate(densities["mlp"])
+            if density < 1.0 and (layer, "mlp") in predictors
+            if predictors[layer, "mlp"].calibrated_index(density) is None
+        }
+    )
     # A budget that is no file is being made: what is missing of its thresholds will be set in the run.
     exact = isinstance(selection.density_budget, DensityBudget)
     if isinstance(selection.density_budget, Path):
         exact = read_budget(selection.density_budget).thresholds is not None
-    if between and "mlp" in manifest.blocks and not exact:
+    if between and not exact:
         logger.warning(
             f"{selection.predictors} is calibrated at MLP densities {manifest.densities}, not at {between}: thresholds "
             "come from dense states and stand-ins from the nearest density; train with --densities for exact ones"

@@ -3,7 +3,7 @@
 Legend: L layers, n rows, D hidden, U units, R rank, r stand-in rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from sparse_predictor.predictor import Predictor
 class PredictorStack(nn.Module):
     """Float32 parameters of L predictors; `to_predictors` hands them out one by one.
 
-    `standin_*` has one stand-in a density of `densities`, all trained; none if `standin_rank` is 0.
+    `standin_*` has one stand-in a density of `densities`, all trained; none if `standin_rank` is 0. Where a layer keeps
+    another share of its units than such a density says, its mean over layers, `layer_densities` has it.
     """
 
     def __init__(
@@ -25,13 +26,14 @@ class PredictorStack(nn.Module):
         rank: int,
         *,
         densities: Sequence[float] = (),
+        layer_densities: Mapping[float, Sequence[float]] | None = None,
         standin_rank: int = 0,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.densities = tuple(densities)
+        self.densities, self.layer_densities = tuple(densities), dict(layer_densities or {})
 
         def normal(*shape: int, fan_in: int) -> nn.Parameter:
             return nn.Parameter((torch.randn(shape, generator=generator) * fan_in**-0.5).to(device))
@@ -61,9 +63,14 @@ class PredictorStack(nn.Module):
         """Scores of one layer: [n, D] -> [n, U]."""
         return torch.addmm(self.bias[index], inputs @ self.first[index].T, self.second[index].T)
 
+    def kept(self, index: int, density: float) -> float:
+        """The share of units that one layer keeps at `density`."""
+        return self.layer_densities[density][index] if density in self.layer_densities else density
+
     def layer_standin(self, index: int, inputs: Tensor, density: float) -> Tensor | None:
-        """What one layer's stand-in for `density` adds, [..., D] -> [..., D]; None if there is none."""
-        if not self.standin_in.shape[1]:
+        """What one layer's stand-in for `density` adds, [..., D] -> [..., D]; None if there is none, or nothing to
+        stand in for."""
+        if not self.standin_in.shape[1] or self.kept(index, density) == 1.0:
             return None
         place = self.densities.index(density)
         inner = inputs @ self.standin_in[index, place].T
@@ -79,7 +86,7 @@ class PredictorStack(nn.Module):
                 hidden_size,
                 self.second.shape[1],
                 rank,
-                densities=self.densities,
+                densities=[self.kept(index, density) for density in self.densities],
                 standin_rank=standin_rank if num_standins else 0,
             )
             for name in ("first", "second", "bias", "standin_in", "standin_out", "standin_bias"):

@@ -70,9 +70,13 @@ def _fit_layer(
     error_share: float,
 ) -> None:
     """Fit one layer's stand-in, and move both models past this MLP."""
-    mlp = model.mlp(layer)
+    mlp, density = model.mlp(layer), stack.densities[density_place]
+    if (kept_share := stack.kept(place, density)) == 1.0:
+        for stream in (*dense, *sparse):
+            advance(model, stream, layer, "mlp")
+        return
     scores = [stack.layer_scores(place, source.flatten(0, 1).float()) for source in sources]
-    threshold = threshold_at(quantiles_of(torch.cat(scores)), stack.densities[density_place])
+    threshold = threshold_at(quantiles_of(torch.cat(scores)), kept_share)
     _, _, rank, hidden_size = stack.standin_in.shape
     sums = RegressionSums(hidden_size, hidden_size, model.device)
     kept: list[Tensor] = []
@@ -90,6 +94,6 @@ def _fit_layer(
     stack.standin_out[place, density_place] = fitted.second
     stack.standin_bias[place, density_place] = fitted.bias
     for stream, partial in zip(sparse, kept, strict=True):
-        standin = stack.layer_standin(place, stream.hidden_states.float(), stack.densities[density_place])
+        standin = stack.layer_standin(place, stream.hidden_states.float(), density)
         assert standin is not None
         advance(model, stream, layer, "mlp", partial + standin.to(partial.dtype))

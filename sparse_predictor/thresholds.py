@@ -45,13 +45,19 @@ class CalibratingSelector(PredictorSelector):
 
 @torch.inference_mode()
 def calibrate_thresholds(
-    model: Decoder, predictors: Mapping[int, Predictor], token_ids: Tensor, densities: Sequence[float], lookahead: int
+    model: Decoder, predictors: Mapping[int, Predictor], token_ids: Tensor, lookahead: int
 ) -> None:
-    """Set score quantiles (dense run) and the threshold at each of `densities` (sparse runs) of every layer's MLP
+    """Set score quantiles (dense run) and the threshold at each of its densities (sparse runs) of every layer's MLP
     predictor, in place. token_ids [B, T]: held-out text, one pass a density. Leaves the model dense."""
-    for density in (None, *densities):
+    num_densities = max((predictor.densities.numel() for predictor in predictors.values()), default=0)
+    for place in (None, *range(num_densities)):
         selectors = {
-            (layer, "mlp"): CalibratingSelector(predictor, density, lookahead if layer >= lookahead else 0, model.dtype)
+            (layer, "mlp"): CalibratingSelector(
+                predictor,
+                None if place is None else float(predictor.densities[place]),
+                lookahead if layer >= lookahead else 0,
+                model.dtype,
+            )
             for layer, predictor in predictors.items()
         }
         apply_sparsity(model, selectors)  # type: ignore[arg-type]

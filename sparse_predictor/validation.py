@@ -23,7 +23,7 @@ def validation_metrics(
 ) -> dict[str, Any]:
     """`{"layers": [...], "at": {density: {"recall": [per layer], "precision": ..., "density": ...}}}`.
 
-    The truth is the label, at each density's own share where labels are a share. Choosing everything has recall 1,
+    The truth is the label, at the share that the layer keeps where labels are a share. Choosing everything has recall 1,
     so the density that was really chosen stands beside it.
     """
     sample = rows.sample("validation", MAX_ROWS)
@@ -35,12 +35,13 @@ def validation_metrics(
         scores = stack.layer_scores(index, batch.inputs[0])
         quantiles = quantiles_of(scores)
         for density in densities:
-            share = LabelDefinition(kind=label.kind, share=density)
+            kept = stack.kept(index, density)
+            share = LabelDefinition(kind=label.kind, share=kept)
             true = targets_of(batch, rows.block, share).true[0]
             if rule == "topk":
-                chosen = ActiveSet.from_scores(scores, num_kept(density, scores.shape[-1])).mask
+                chosen = ActiveSet.from_scores(scores, num_kept(kept, scores.shape[-1])).mask
             else:
-                chosen = scores >= threshold_at(quantiles, density)
+                chosen = scores >= threshold_at(quantiles, kept)
             overlap = SetOverlap()
             overlap.add(chosen, true, None)
             found = at[f"{density:g}"]

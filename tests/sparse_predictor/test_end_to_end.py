@@ -75,7 +75,7 @@ def test_a_standin_is_the_best_low_rank_map_of_what_is_missing(
     fit_standins(model, stack, range(3), text, lookahead=lookahead, error_share=error_share)
     assert all(not module._forward_hooks for module in model.modules())
     predictors = dict(enumerate(stack.to_predictors()))
-    calibrate_thresholds(model, predictors, text, DENSITIES, lookahead)
+    calibrate_thresholds(model, predictors, text, lookahead)
     for place, density in enumerate(DENSITIES):
         dense, sparse = [Watched(model, text), Watched(model, text, predictors, density, lookahead)]
         for layer in range(3):
@@ -171,7 +171,7 @@ def divergence(model: Decoder, stack: PredictorStack, token_ids: Tensor, density
     predictors = stack.to_predictors()
     with torch.no_grad():
         dense = model.logits(model(token_ids)).double().log_softmax(-1)
-        calibrate_thresholds(model, dict(enumerate(predictors)), token_ids, [density], 0)
+        calibrate_thresholds(model, dict(enumerate(predictors)), token_ids, 0)
         selectors = {
             (layer, "mlp"): PredictorSelector(predictor, density, "threshold", 0)
             for layer, predictor in enumerate(predictors)
@@ -272,7 +272,7 @@ def test_calibrated_thresholds_keep_the_density_of_every_layer_in_a_sparse_run(
         fit_standins(model, stack, range(3), windows(store, "train"), lookahead=lookahead, error_share=1.0)
     predictors = dict(enumerate(stack.to_predictors()))
     text = torch.from_numpy(store.token_ids[:1200].reshape(30, 40).astype(np.int64))
-    calibrate_thresholds(model, predictors, text, DENSITIES, lookahead)
+    calibrate_thresholds(model, predictors, text, lookahead)
     assert model.stats is None and all(model.mlp(layer).selector is None for layer in range(3))
     for density in DENSITIES:
         selectors = {
