@@ -23,7 +23,7 @@ def validation_metrics(
 ) -> dict[str, Any]:
     """`{"layers": [...], "at": {density: {"recall": [per layer], "precision": ..., "density": ...}}}`.
 
-    The truth is the label, at the share that the layer keeps where labels are a share. Choosing everything has recall 1,
+    The truth is the label, at the share that a layer keeps where labels are shares. Choosing everything has recall 1,
     so the density that was really chosen stands beside it.
     """
     sample = rows.sample("validation", MAX_ROWS)
