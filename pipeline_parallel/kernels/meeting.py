@@ -12,7 +12,7 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere nothing her
 if triton is not None:
     from pipeline_parallel.kernels.barrier import barrier_kernel
 
-BEGIN_TAG = 2**31 - 1  # those of calls of T rows are 2 * T + 1 and 2 * T + 2, and negative for their barriers here
+BEGIN_TAG = 2**31 - 1  # those of calls of T rows are 2 * T + 1 and 2 * T + 2
 
 
 def meet(workspace: Workspace, tag: int) -> None:

@@ -30,6 +30,7 @@ MAX_HIDDEN_SIZE = 16384
 HIDDEN_SIZE_STEP = 8  # elements in 16 bytes, which are moved as one
 MAX_RANKS = 8  # of one host's NVLink; a barrier takes a thread a rank
 NUM_PARTIALS = 2
+STREAM_BARRIERS = 2  # whose slots are the last of a pad, as if of so many more programs (stream_meeting.py)
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 NCCL_MULTICAST = "NCCL_NVLS_ENABLE"
 
@@ -52,6 +53,8 @@ class Workspace:
     """int64 [W]: the address of every rank's `hidden`."""
     signal_pointers: Tensor
     """int64 [W]: the address of every rank's signal pad."""
+    signal_addresses: list[int]
+    """The same, known to the host."""
     signal_pad: Tensor
     """int32, this rank's: zeros whenever no call is under way."""
     num_multiprocessors: int
@@ -103,7 +106,7 @@ class Workspace:
 
     def check_programs(self, programs: int) -> None:
         """ValueError if the signal pads have no room for so many programs."""
-        needed = programs * self.world_size * self.signal_pad.itemsize
+        needed = (programs + STREAM_BARRIERS) * self.world_size * self.signal_pad.itemsize
         if needed > self.signal_pad_bytes:
             raise ValueError(
                 f"{programs} programs on {self.world_size} ranks need a signal pad of {needed} bytes, this one has "
@@ -183,6 +186,7 @@ def workspace_of(
         partial_pointers=table(addresses),
         hidden_pointers=table([address + partials.numel() * partials.itemsize for address in addresses]),
         signal_pointers=table(signal_addresses),
+        signal_addresses=list(signal_addresses),
         signal_pad=signal_pad,
         num_multiprocessors=num_multiprocessors,
         multicast_address=multicast_address,

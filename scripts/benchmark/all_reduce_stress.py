@@ -18,11 +18,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipeline_parallel.kernels import copied_sums
+from pipeline_parallel.kernels.stream_meeting import ENTRY
 from pipeline_parallel.kernels.workspace import Workspace
 from scripts.benchmark.all_reduce_bench import (
     COPIES,
@@ -234,18 +236,18 @@ class Stress:
 def reading_late(pause: Callable[[], None]) -> Iterator[None]:
     """In here this process calls `pause` in every call made of copies, behind the barrier at its entry: all partial
     sums are there, and its peers' are not copied yet."""
-    meet = copied_sums.meet
+    meet = copied_sums.meet_in_stream
 
-    def meet_and_pause(workspace: Workspace, tag: int) -> None:
-        meet(workspace, tag)
-        if tag % 2 == 1:  # of the two barriers of a call the first
+    def meet_and_pause(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
+        meet(workspace, place, tag)
+        if place == ENTRY:
             pause()
 
-    copied_sums.meet = meet_and_pause
+    copied_sums.meet_in_stream = meet_and_pause
     try:
         yield
     finally:
-        copied_sums.meet = meet
+        copied_sums.meet_in_stream = meet
 
 
 def num_beyond(found: Tensor, expected: Tensor, relative: float, absolute: float) -> Tensor:

@@ -15,6 +15,7 @@ from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm
 from pipeline_parallel.kernels.meeting import begin
+from pipeline_parallel.kernels.workspace import STREAM_BARRIERS
 from scripts.benchmark.all_reduce_stress import reading_late
 from tests.pipeline_parallel.kernels import simulated_multicast
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right, handed_over
@@ -54,7 +55,8 @@ def run_calls(
     after the others have gone on as far as they may. With `multicast` every rank has a multicast address; with `copies`
     every other two-shot call is made of copies.
     """
-    memory = SharedMemory(world_size, max_tokens, hidden_size, dtype, pad_bytes=4 * world_size * MAX_PROGRAMS)
+    pad_bytes = 4 * world_size * (MAX_PROGRAMS + STREAM_BARRIERS)
+    memory = SharedMemory(world_size, max_tokens, hidden_size, dtype, pad_bytes)
 
     def on_rank(rank: int) -> list[Any]:
         workspace = memory.workspace(rank)

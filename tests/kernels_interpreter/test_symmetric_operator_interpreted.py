@@ -14,6 +14,7 @@ from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.fused_junction import FusedAddNorm
 from pipeline_parallel.junction_operator import SymmetricOperator
 from pipeline_parallel.kernels import all_reduce_norm
+from pipeline_parallel.kernels.workspace import STREAM_BARRIERS
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import Overlap, split_prefills
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -31,7 +32,7 @@ pytestmark = [
 def test_states_are_those_of_the_unfused_junction(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config = KINDS[kind] | {"num_hidden_layers": 1}
     weights = tiny_hf_model(hf_config).state_dict()
-    memories = [SharedMemory(2, 12, 48, torch.bfloat16, pad_bytes=4 * 2 * 12) for _ in range(2)]
+    memories = [SharedMemory(2, 12, 48, torch.bfloat16, pad_bytes=4 * 2 * (12 + STREAM_BARRIERS)) for _ in range(2)]
     tokens, lengths = random_tokens(3, 5), torch.tensor([4, 1, 3])
     real = torch.arange(4) < lengths[:, None]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

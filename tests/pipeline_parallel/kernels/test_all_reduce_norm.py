@@ -122,8 +122,8 @@ def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_more_programs_than_the_pad_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "is_interpreted", lambda: True)
     vectors: dict[str, Any] = dict.fromkeys(VECTORS)
-    with pytest.raises(ValueError, match="4 programs on 2 ranks need a signal pad of 32 bytes, this one has 24"):
-        all_reduce_norm(workspace_on_cpu(3), 4, None, **vectors, kind="none", eps=0.0, strategy="one-shot")
+    with pytest.raises(ValueError, match="4 programs on 2 ranks need a signal pad of 48 bytes, this one has 40"):
+        all_reduce_norm(workspace_on_cpu(5), 4, None, **vectors, kind="none", eps=0.0, strategy="one-shot")
 
 
 def compiled(

@@ -9,6 +9,7 @@ import torch
 
 from analysis.results import read_records
 from pipeline_parallel.kernels import copied_sums
+from pipeline_parallel.kernels.stream_meeting import ENTRY, EXIT
 from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS
 from scripts.benchmark.all_reduce_stress import (
     ARRIVAL,
@@ -214,9 +215,9 @@ def test_reading_late_comes_between_the_first_barrier_of_a_call_and_its_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[object] = []
-    monkeypatch.setattr(copied_sums, "meet", lambda workspace, tag: events.append(tag))
+    monkeypatch.setattr(copied_sums, "meet_in_stream", lambda workspace, place, tag: events.append(place))
     with reading_late(lambda: events.append("pause")):
-        for tag in (-(2 * 77 + 1), -(2 * 77 + 2)):
-            copied_sums.meet(None, tag)  # type: ignore[arg-type]
-    copied_sums.meet(None, -1)  # type: ignore[arg-type]
-    assert events == [-155, "pause", -156, -1]
+        for place in (ENTRY, EXIT):
+            copied_sums.meet_in_stream(None, place, 156)  # type: ignore[arg-type]
+    copied_sums.meet_in_stream(None, ENTRY, 156)  # type: ignore[arg-type]
+    assert events == [ENTRY, "pause", EXIT, ENTRY]

@@ -1,0 +1,88 @@
+"""A barrier that needs no multiprocessor: the streams themselves write to signal pads and wait for them.
+
+A kernel, however small, starts when something leaves a multiprocessor, and a large product of matrices (persistent, one
+program a multiprocessor) leaves none before it ends: beside one of 1.2 ms on an H200 a kernel of one thread waited for
+1.2 ms, and these operations took 8 µs. They are cuStreamWriteValue32 and cuStreamWaitValue32 of the CUDA driver.
+
+Each rank tells every peer by putting `tag` into its own slot of the peer's pad, waits for each peer's `tag` in its own
+pad, and makes that slot zero again. There is no compare-and-swap, so nothing may be put where something still is: the
+two barriers of a call, ENTRY and EXIT, have slots of their own and take turns. Whoever signals at ENTRY again has
+passed EXIT, so all ranks have come to EXIT, and have emptied their ENTRY slots before that. A write waits for what its
+stream did before, copies to peers included, and is ordered behind it for whoever waits (CUDA driver API, "Stream Memory
+Operations"). Ranks that differ in `tag` wait for ever: what tells them apart is the kernel that a pass begins with.
+
+On memory that processes have mapped instead (Triton's interpreter) the same writes and waits are made at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+
+from pipeline_parallel.kernels.meeting import is_interpreted
+from pipeline_parallel.kernels.workspace import STREAM_BARRIERS, Workspace
+
+ENTRY: Literal[0] = 0
+EXIT: Literal[1] = 1
+EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+
+
+def meet_in_stream(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
+    """Wait, on the device, until every rank has come to ENTRY or EXIT of the call `tag`, not 0 (a collective call).
+
+    RuntimeError where the driver refuses.
+    """
+    world_size, mine = workspace.world_size, workspace.rank
+    slots = workspace.signal_pad.numel() // world_size - STREAM_BARRIERS + place
+
+    def slot(owner: int, sender: int) -> int:
+        return workspace.signal_addresses[owner] + workspace.signal_pad.itemsize * (slots * world_size + sender)
+
+    peers = [peer for peer in range(world_size) if peer != mine]
+    write, wait = (_store, _spin) if is_interpreted() else _operations(workspace.device)
+    for peer in peers:
+        write(slot(peer, mine), tag)
+    for peer in peers:
+        wait(slot(mine, peer), tag)
+        write(slot(mine, peer), 0)
+
+
+def _operations(device: torch.device) -> tuple[Callable[[int, int], None], Callable[[int, int], None]]:
+    """(write, wait) at an address, in the current stream."""
+    driver, stream = _driver(), ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+
+    def write(address: int, value: int) -> None:
+        _check("cuStreamWriteValue32", driver.cuStreamWriteValue32_v2(stream, address, value & 0xFFFFFFFF, 0))
+
+    def wait(address: int, value: int) -> None:
+        _check("cuStreamWaitValue32", driver.cuStreamWaitValue32_v2(stream, address, value & 0xFFFFFFFF, EQUAL))
+
+    return write, wait
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    return driver
+
+
+def _check(name: str, error: int) -> None:
+    if error:
+        raise RuntimeError(f"{name} failed (CUDA driver error {error})")
+
+
+def _store(address: int, value: int) -> None:
+    ctypes.c_int32.from_address(address).value = value
+
+
+def _spin(address: int, value: int) -> None:
+    slot = ctypes.c_int32.from_address(address)
+    while slot.value != value:
+        time.sleep(0)  # let the ranks run that it waits for
