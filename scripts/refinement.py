@@ -35,8 +35,6 @@ class RefinementFlags(ModelOptions):
     """Tokens a window, of refinement and of the text that stand-ins and thresholds are fitted on."""
     refine_learning_rate: float = 3e-3
     """Peak, of AdamW."""
-    refine_noise: float = 0.0
-    """Share of the tokens that are replaced by others at each step, so that a short text is never seen twice alike."""
     refine_corpus: str | None = None
     """Refine on this text, too: as --corpus of collect, but without activations, so it may be far more. What the store
     holds already is left out of it."""
@@ -51,8 +49,6 @@ def check_refinement(flags: RefinementFlags, *, refines: bool) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if not (0.0 < flags.refine_learning_rate < 1.0):
         raise ValueError(f"--refine-learning-rate must lie in (0, 1), got {flags.refine_learning_rate}")
-    if not (0.0 <= flags.refine_noise < 1.0):
-        raise ValueError(f"--refine-noise must lie in [0, 1), got {flags.refine_noise}")
     if flags.refine_corpus is None:
         if flags.refine_tokens is not None:
             raise ValueError("--refine-tokens: of which text? give --refine-corpus as well")
@@ -85,7 +81,6 @@ def refine_neurons(
         window=min(flags.refine_window, model.config.max_position_embeddings),
         learning_rate=flags.refine_learning_rate,
         densities=densities,
-        noise=flags.refine_noise,
         seed=flags.seed,
     )
     held_out = rows.text("validation", held_out_tokens, flags.refine_window)

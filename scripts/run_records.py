@@ -73,8 +73,8 @@ def selection_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
     targets = selection.densities(num_layers)
     return {
         "method": selection.method,
-        "mlp_density": mean(targets["mlp"]),
-        "head_density": mean(targets["attention"]),
+        "mlp_density": round(mean(targets["mlp"]), 6),
+        "head_density": round(mean(targets["attention"]), 6),
         "phase": selection.sparse_phases,
     }
 

@@ -18,7 +18,7 @@ from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
 from scripts.refinement import RefinementFlags, check_refinement, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
-from sparse_predictor.budgets import DensityBudget, read_budget
+from sparse_predictor.budgets import BUDGET_FILE, DensityBudget, read_budget
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.stack import PredictorStack
@@ -56,7 +56,7 @@ class Options(RefinementFlags):
     """MLP densities to fit stand-ins and thresholds at; a run at another density uses the nearest stand-in."""
     density_budget: Path | None = None
     """What each layer keeps at the one density of --densities (a file of scripts.budget): stand-ins, refinement and
-    thresholds are for that. A copy is left in --output-dir, for --density-budget of a run."""
+    thresholds are for that, and so are runs with these predictors at that density."""
     standin_rank: str = "auto"
     """Rank of the linear stand-in for skipped neurons; 0: none."""
     closed_form_rows: int = 32768
@@ -75,7 +75,6 @@ class Options(RefinementFlags):
     """Held-out tokens on which thresholds are set."""
 
 
-BUDGET_FILE = "density_budget.json"
 LEAST = {"closed_form_rows": 16, "calibration_tokens": 1, "standin_tokens": 1}
 
 

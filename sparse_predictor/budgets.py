@@ -6,6 +6,9 @@
 
 `thresholds` are those of the MLPs' selectors (null: everything is active), set in a run with these densities. They
 belong to one method and one directory of predictors, which `predictors_id` names.
+
+A directory of predictors that were trained for a budget holds it as BUDGET_FILE, without thresholds, since theirs are
+for it.
 """
 
 import hashlib
@@ -23,6 +26,8 @@ from sparse_predictor.store import write_json
 Place = tuple[int, Block]
 # Densities between two measured ones are read off the line between them, in steps of so much of a block.
 STEP = 0.01
+BUDGET_FILE = "density_budget.json"
+SAME_MEAN = 0.005
 EXPECTED = '{"mlp": [one density a layer], "attention": [...]}, either or both'
 THRESHOLD_KEYS = {"method", "predictors", "thresholds"}
 
@@ -58,7 +63,7 @@ class DensityBudget:
         found = self.densities.get("mlp", [])
         if not found or not all(0.0 < density <= 1.0 for density in found):
             raise ValueError("density budget: expected a density in (0, 1] of each MLP")
-        if abs(sum(found) / len(found) - mean) > 0.005:
+        if abs(sum(found) / len(found) - mean) > SAME_MEAN:
             raise ValueError(f"density budget: its MLPs keep {sum(found) / len(found):.3g} in the mean, not {mean}")
         return found
 

@@ -40,8 +40,7 @@ LOGITS_POSITIONS = 2048
 @dataclass(frozen=True, kw_only=True)
 class RefineOptions:
     """`learning_rate` is relative: a step of 0.001 changes a matrix by about 0.1 % of its size. `densities`: one is
-    drawn each step. `surrogate_width`: of the sigmoid in the backward pass, in score units. `noise`: the share of
-    tokens that are replaced by others, so that a short text is never seen twice alike."""
+    drawn each step. `surrogate_width`: of the sigmoid in the backward pass, in score units."""
 
     steps: int
     batch_sequences: int
@@ -49,7 +48,6 @@ class RefineOptions:
     learning_rate: float
     densities: tuple[float, ...]
     surrogate_width: float = 1.0
-    noise: float = 0.0
     validate_every: int = 25
     seed: int = 0
 
@@ -132,9 +130,8 @@ class SparseTrainingHooks:
         return add
 
 
-def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int, noise: float = 0.0) -> Iterator[Tensor]:
-    """Endless batches int64 [batch, window] of a token stream; each epoch is shuffled and cut at another offset. A
-    share `noise` of the tokens is replaced by others of the stream."""
+def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int) -> Iterator[Tensor]:
+    """Endless batches int64 [batch, window] of a token stream; each epoch is shuffled and cut at another offset."""
     if len(token_ids) < window + 1:
         raise ValueError(f"refinement: {len(token_ids)} training tokens do not fill one window of {window}")
     generator = np.random.default_rng(seed)
@@ -145,11 +142,7 @@ def token_windows(token_ids: np.ndarray, window: int, batch: int, seed: int, noi
             count = (len(token_ids) - offset) // window
             starts = list(generator.permutation(count) * window + offset) + starts
         rows = [token_ids[start : start + window] for start in (starts.pop() for _ in range(batch))]
-        found = np.stack(rows).astype(np.int64)
-        if noise:
-            others = token_ids[generator.integers(len(token_ids), size=found.shape)]
-            found = np.where(generator.random(found.shape) < noise, others, found)
-        yield torch.from_numpy(found)
+        yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def divergence_and_gradient(model: Decoder, sparse: Tensor, dense: Tensor) -> tuple[float, Tensor | None]:
@@ -201,7 +194,7 @@ def refine(
     sizes = [layer_sizes(parameter) for parameter in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     draw = np.random.default_rng(options.seed)
-    batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed, options.noise)
+    batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed)
     fingerprint = {**asdict(options), "lookahead": lookahead, "tokens": len(token_ids), "origin": origin}
     state = load_state(state_path, fingerprint, model.device) if state_path is not None else None
     for parameter in frozen:

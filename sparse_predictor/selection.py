@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from modules.decoder import Decoder
 from modules.mlp import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
-from sparse_predictor.budgets import DensityBudget, read_budget
+from sparse_predictor.budgets import BUDGET_FILE, SAME_MEAN, DensityBudget, read_budget
 from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, parse_manifest, read_manifest
@@ -26,8 +27,9 @@ WITHOUT_FILES: tuple[Method, ...] = ("dense", "oracle", "random", "griffin")  # 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """What to skip. Densities are shares of units kept, or of inputs where a method thins these out, uniform over
-    layers unless `density_budget` (a file, or what it says) has others. `mlp_density` is also attention's where
-    teal-all or wina thin it out; `head_density` is of methods that choose heads."""
+    layers unless `density_budget` (a file, or what it says) has others; None: that which `predictors` were trained for,
+    if they were and its mean is `mlp_density`. `mlp_density` is also attention's where teal-all or wina thin it out;
+    `head_density` is of methods that choose heads."""
 
     method: Method = "dense"
     predictors: Path | None = None
@@ -64,7 +66,16 @@ class Selection:
 
     def budget(self) -> DensityBudget | None:
         """What the budget file says, if there is one; FileNotFoundError or ValueError if it cannot be read."""
-        return read_budget(self.density_budget) if isinstance(self.density_budget, Path) else self.density_budget
+        if isinstance(self.density_budget, Path):
+            return read_budget(self.density_budget)
+        if self.density_budget is None and self.method == "predictor" and self.predictors is not None:
+            own = self.predictors / BUDGET_FILE
+            if (
+                own.is_file()
+                and abs(mean((found := read_budget(own)).densities["mlp"]) - self.mlp_density) <= SAME_MEAN
+            ):
+                return found
+        return self.density_budget
 
 
 def apply_sparsity(model: Decoder, selectors: Mapping[tuple[int, Block], Selector]) -> SparsityStats:

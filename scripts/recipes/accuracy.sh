@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The accuracy tables of the README, from a checkpoint to records, on a GPU: bash scripts/recipes/accuracy.sh CHECKPOINT
-# Predictors are trained first and alone, one folder a density, side by side (four take 6 minutes on an H200); then come
-# their perplexity and that of budgets, calibration and Deja Vu's recipe, and every method's perplexity and tasks at 0.7,
-# 0.5 and 0.3. At CURVE (0.22) there is the predictor's perplexity alone: the low end of the curve against bytes read.
+# Predictors are trained first and alone, one folder a density, side by side (four take 8 minutes on an H200): briefly, to
+# divide the density over layers by what it costs there (scripts.budget), then for that budget. Then come their
+# perplexity, calibration and Deja Vu's recipe, and every method's perplexity and tasks at 0.7, 0.5 and 0.3. At CURVE
+# (0.22) there is the predictor's perplexity alone: the low end of the curve against bytes read.
 # Variables: RUN_DIR (outputs/accuracy); CALIBRATION (c4) and TEST (wikitext), corpora or text files; TOKENS (440000) of
-# calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800); REFINE_CORPUS
-# and REFINE_TOKENS, more text to refine on (none by default); METHODS, beside the predictor (leave cats out for models
-# without gates); TASKS, comma-separated, with INCLUDE_PATH, a folder of task files; REQUESTS, a file that
-# `scripts.carried_tasks export` wrote, where lm-eval is not to be had.
+# calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800), and
+# BRIEF_STEPS (150) before the budgets; REFINE_CORPUS and REFINE_TOKENS, more text to refine on (none by default);
+# METHODS, beside the predictor (leave cats out for models without gates); TASKS, comma-separated, with INCLUDE_PATH, a
+# folder of task files; REQUESTS, a file that `scripts.carried_tasks export` wrote, where lm-eval is not to be had.
 # Safe to run again with the same variables: what is complete is kept.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -55,13 +56,19 @@ answers() {
             --output "$run_dir/accuracy$suffix.jsonl" "${asked[@]}"
     fi
 }
-# `budget METHOD DENSITY FOLDER`: divide the bytes over the layers, and score that.
+# `budget METHOD DENSITY FOLDER`: divide the bytes over the layers, into budget_METHOD_DENSITY.json.
 budget() {
-    local file="$run_dir/budget_$1_$2.json" selection=(--method "$1" --mlp-density "$2" --predictors "$run_dir/$3")
+    local file="$run_dir/budget_$1_$2.json"
     if ! [ -f "$file" ]; then
-        run_python budget "${model[@]}" --dtype float32 --corpus "$calibration" --output "$file" "${selection[@]}"
+        run_python budget "${model[@]}" --dtype float32 --corpus "$calibration" --output "$file" --method "$1" \
+            --mlp-density "$2" --predictors "$run_dir/$3"
     fi
-    perplexity _budgets "${selection[@]}" --density-budget "$file"
+}
+# `predictors DENSITY`: trained for the budget that they were found to need.
+predictors() {
+    train "brief_$1" --densities "$1" --refine-steps "${BRIEF_STEPS:-150}"
+    budget predictor "$1" "brief_$1"
+    train "predictors_$1" --densities "$1" --density-budget "$run_dir/budget_predictor_$1.json" "${refinement[@]}"
 }
 
 run_python collect "${model[@]}" --dtype bfloat16 --corpus "$calibration" --output-dir "$activations" --units mlp \
@@ -69,14 +76,13 @@ run_python collect "${model[@]}" --dtype bfloat16 --corpus "$calibration" --outp
 # Side by side: a step is many small kernels, and no process alone keeps a GPU busy.
 pids=()
 for density in "${densities[@]}" "${curve[@]}"; do
-    train "predictors_$density" --densities "$density" "${refinement[@]}" &
+    predictors "$density" &
     pids+=("$!")
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
 for density in "${densities[@]}" "${curve[@]}"; do
     perplexity "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
 done
-for density in 0.5 0.3; do budget predictor "$density" "predictors_$density"; done
 train calibration --densities "${densities[@]}" --steps 0 --initialisation random --standin-rank 0 --refine-steps 0
 train deja_vu --densities "${densities[@]}" --loss bce --initialisation random --label-density 0.5 --rule topk \
     --predictor-rank auto --standin-rank 0 --refine-steps 0
@@ -90,7 +96,12 @@ for score in perplexity answers; do
     # In files of their own: labels do not tell one recipe of predictors from another.
     "$score" _deja_vu --method predictor --mlp-density "${densities[@]}" --predictors "$run_dir/deja_vu"
 done
-case " $methods " in *" cats "*) budget cats 0.5 calibration ;; esac
+case " $methods " in *" cats "*)
+    budget cats 0.5 calibration
+    perplexity _budgets --method cats --mlp-density 0.5 --predictors "$run_dir/calibration" \
+        --density-budget "$run_dir/budget_cats_0.5.json"
+    ;;
+esac
 if [ -n "${REQUESTS:-}" ]; then
     echo "answers lie in $run_dir; where lm-eval is, python -m scripts.carried_tasks fold makes records of them" >&2
 fi

@@ -13,7 +13,7 @@ import scripts.evaluate
 STUB = """#!/usr/bin/env bash
 printf '%s\\n' "begin $*" >>calls
 case "$*" in *"${FAILS:-nothing}"*) exit 3 ;; esac
-case "$*" in *--refine-steps\\ 800*) sleep 0.5 ;; esac
+case "$*" in *--refine-steps\\ 150* | *--refine-steps\\ 800*) sleep 0.5 ;; esac
 printf '%s\\n' "end $*" >>calls
 previous=""
 for flag in "$@"; do
@@ -46,7 +46,7 @@ def flags(call: str, name: str) -> list[str]:
 
 
 def begun(calls: list[str], stage: str) -> list[str]:
-    return [call for call in calls if call.startswith(f"begin -m scripts.{stage} ")]
+    return [call for call in calls if call.startswith(f"begin -m scripts.{stage} " if stage else "begin ")]
 
 
 def test_predictors_are_trained_first_side_by_side_and_with_nothing_else(tmp_path: Path) -> None:
@@ -54,17 +54,26 @@ def test_predictors_are_trained_first_side_by_side_and_with_nothing_else(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "scripts.collect --model model --dtype bfloat16 --corpus c4.jsonl --output-dir store --units mlp" in calls[0]
     assert calls[0].endswith(" --max-tokens 440000 --resume") and calls[1].startswith("end -m scripts.collect")
-    trained, ended = calls[2:6], calls[6:10]
-    assert {call.split()[0] for call in trained} == {"begin"} and {call.split()[0] for call in ended} == {"end"}
+    side_by_side, after = calls[2:26], calls[26:]
+    assert len([call for call in side_by_side if call.startswith("end ")]) == 12, "three stages of four densities"
+    first_end = next(idx for idx, call in enumerate(side_by_side) if call.startswith("end ") and "train" in call)
+    assert first_end == 4, "nobody waits for another density"
     for density in (*DENSITIES, CURVE):
-        (call,) = [call for call in trained if f"--output-dir outputs/accuracy/predictors_{density} " in call]
-        assert flags(call, "--densities") == [density] and "--activations store " in call
-        assert call.endswith(" --refine-steps 800") and " --dtype bfloat16 " in call and " --units mlp " in call
-    assert [flags(call, "--output-dir")[0].split("/")[-1] for call in begun(calls[10:], "train")] == [
+        run, file = "outputs/accuracy", f"outputs/accuracy/budget_predictor_{density}.json"
+        own = [call for call in begun(side_by_side, "") if density in call.split()]
+        brief, budget, trained = own
+        for call, name, steps in ((brief, "brief", "150"), (trained, "predictors", "800")):
+            assert f"--output-dir {run}/{name}_{density} " in call and call.endswith(f" --refine-steps {steps}")
+            assert flags(call, "--densities") == [density] and "--activations store " in call
+            assert " --dtype bfloat16 " in call and " --units mlp " in call
+        assert f"--predictors {run}/brief_{density}" in budget and flags(budget, "--output") == [file]
+        assert flags(budget, "--mlp-density") == [density] and flags(budget, "--corpus") == ["c4.jsonl"]
+        assert flags(trained, "--density-budget") == [file] and "--density-budget" not in brief
+    assert [flags(call, "--output-dir")[0].split("/")[-1] for call in begun(after, "train")] == [
         "calibration",
         "deja_vu",
     ]
-    assert all(flags(call, "--densities") == DENSITIES for call in begun(calls[10:], "train"))
+    assert all(flags(call, "--densities") == DENSITIES for call in begun(after, "train"))
 
 
 @pytest.mark.parametrize("requests", [False, True])
@@ -94,21 +103,24 @@ def test_every_method_is_scored_at_every_density_with_its_predictors(tmp_path: P
             asked = "--requests requests.json.gz" if requests else "--tasks a,b --include-path tasks"
             given = "--tasks perplexity --corpus wiki.txt" if name == "perplexity" else asked
             assert found and all(given in call for call in found)
-    budgets = [("predictor", "0.5"), ("predictor", "0.3"), ("cats", "0.5")]
-    for stage in ("budget", "evaluate"):
-        found = [call for call in begun(calls, stage) if "budget_" in call]
-        assert [(*flags(call, "--method"), *flags(call, "--mlp-density")) for call in found] == budgets
+    (of_cats,) = [call for call in begun(calls, "budget") if flags(call, "--method") == ["cats"]]
+    (scored_so,) = [call for call in begun(calls, "evaluate") if "--density-budget" in call]
+    for call in (of_cats, scored_so):
+        assert flags(call, "--mlp-density") == ["0.5"] and flags(call, "--predictors") == ["run/calibration"]
+    assert flags(scored_so, "--density-budget") == flags(of_cats, "--output")
     assert ("scripts.carried_tasks fold makes records" in done.stderr) == requests
 
 
 def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     done, calls = run_recipe(tmp_path, "model", FAILS="predictors_0.5")
-    assert done.returncode == 3 and not begun(calls, "evaluate") and not begun(calls[6:], "train")
+    assert done.returncode == 3 and not begun(calls, "evaluate")
+    assert not any("deja_vu" in call for call in calls)
+    shutil.rmtree(tmp_path / "outputs")
     done, calls = run_recipe(tmp_path, "model", METHODS="static", CURVE="")
-    assert done.returncode == 0 and len(begun(calls, "budget")) == 2, "no cats, no budget of it"
+    assert done.returncode == 0 and len(begun(calls, "budget")) == 3, "no cats, no budget of it"
     assert not any(CURVE in call for call in calls)
     done, calls = run_recipe(tmp_path, "model", METHODS="static")
-    assert done.returncode == 0 and not begun(calls, "budget") and begun(calls, "evaluate")
+    assert done.returncode == 0 and len(begun(calls, "budget")) == 1 and begun(calls, "evaluate"), "that of the curve"
 
 
 def test_without_a_checkpoint_it_says_how_it_is_called(tmp_path: Path) -> None:
