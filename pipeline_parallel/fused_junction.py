@@ -93,7 +93,7 @@ class FusedAddNorm:
             return self.unfused(partial, residual, norm, bias, pre_norm=pre_norm, dtype=dtype)
         assert pre_norm and dtype == self.operator.dtype, "see why_not_fused"
         if residual is None:
-            self.operator.begin()
+            self.operator.begin(_num_tokens(shape), self.max_programs)
         else:
             residual = residual.view(-1, shape[-1])
         hidden, residual = self.operator(partial.flatten(0, -2), residual, norm, bias, strategy, self.max_programs)

@@ -27,8 +27,8 @@ class JunctionOperator(Protocol):
     dtype: torch.dtype
     transport: str
 
-    def begin(self) -> None:
-        """Start a forward pass."""
+    def begin(self, num_tokens: int, max_programs: int | None) -> None:
+        """Start a forward pass of so many tokens, with what its first call is given as `max_programs`."""
         ...
 
     def memory(self, num_tokens: int) -> Tensor:
@@ -62,9 +62,9 @@ class SymmetricOperator:
         self.max_tokens, self.dtype = workspace.max_tokens, workspace.dtype
         self.transport = workspace.transport
 
-    def begin(self) -> None:
+    def begin(self, num_tokens: int, max_programs: int | None) -> None:
         """See JunctionOperator."""
-        begin(self.workspace)
+        begin(self.workspace, num_tokens, copies=max_programs == 0)
 
     def memory(self, num_tokens: int) -> Tensor:
         """See JunctionOperator."""

@@ -78,6 +78,10 @@ def main(options: Options) -> DensityBudget:
     check_window(model, options.window)
     text, unseen = (windows.to(model.device) for windows in read_windows(loaded, options))
     attach_selection(model, selection)  # what is missing shows before anything is measured
+    if selection.budget() is not None:
+        logger.warning(
+            f"{options.predictors} was trained for a budget: here, uniform densities come with stand-ins of others"
+        )
     selection = replace(selection, head_density=1.0)  # from here on a budget says
     losses = measure_blocks(options, model, selection, list(uniform), text)
     allocation = divide(options, model, uniform, losses)

@@ -18,7 +18,7 @@ from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
 from scripts.refinement import RefinementFlags, check_refinement, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
-from sparse_predictor.budgets import BUDGET_FILE, DensityBudget, read_budget
+from sparse_predictor.budgets import read_budget
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.stack import PredictorStack
@@ -86,7 +86,7 @@ def main(options: Options) -> PredictorManifest:
     if store.layout.units not in ("both", options.units):
         raise ValueError(f"{options.activations} holds units {store.layout.units}, not {options.units}")
     training = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-    training["density_budget"] = kept  # what it says, not where it is
+    training["density_budget"] = kept  # what it says, not where it is; a run reads it here
     definitions = describe_store(store)
     finished = finished_predictors(options.output_dir, training, definitions)
     loaded = options.load()
@@ -184,8 +184,6 @@ def main(options: Options) -> PredictorManifest:
     tables = [metrics_table(block, metrics[block]).to_markdown() for block in stacks]
     options.output_dir.mkdir(parents=True, exist_ok=True)
     (options.output_dir / "metrics.md").write_text("\n\n".join(tables) + "\n")
-    if kept is not None:  # without thresholds: the predictors have them
-        DensityBudget(densities={"mlp": kept}).write(options.output_dir / BUDGET_FILE)
     save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     report(metrics, options)
     return manifest

@@ -6,9 +6,6 @@
 
 `thresholds` are those of the MLPs' selectors (null: everything is active), set in a run with these densities. They
 belong to one method and one directory of predictors, which `predictors_id` names.
-
-A directory of predictors that were trained for a budget holds it as BUDGET_FILE, without thresholds, since theirs are
-for it.
 """
 
 import hashlib
@@ -26,8 +23,7 @@ from sparse_predictor.store import write_json
 Place = tuple[int, Block]
 # Densities between two measured ones are read off the line between them, in steps of so much of a block.
 STEP = 0.01
-BUDGET_FILE = "density_budget.json"
-SAME_MEAN = 0.005
+SAME_MEAN = 0.005  # budgets are written by hand, too
 EXPECTED = '{"mlp": [one density a layer], "attention": [...]}, either or both'
 THRESHOLD_KEYS = {"method", "predictors", "thresholds"}
 
@@ -62,7 +58,7 @@ class DensityBudget:
         """The density of each MLP; ValueError if there are none, or their mean is not the one expected."""
         found = self.densities.get("mlp", [])
         if not found or not all(0.0 < density <= 1.0 for density in found):
-            raise ValueError("density budget: expected a density in (0, 1] of each MLP")
+            raise ValueError("density budget: expected one density in (0, 1] for each MLP")
         if abs(sum(found) / len(found) - mean) > SAME_MEAN:
             raise ValueError(f"density budget: its MLPs keep {sum(found) / len(found):.3g} in the mean, not {mean}")
         return found

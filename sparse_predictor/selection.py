@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from modules.decoder import Decoder
 from modules.mlp import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
-from sparse_predictor.budgets import BUDGET_FILE, SAME_MEAN, DensityBudget, read_budget
+from sparse_predictor.budgets import DensityBudget, read_budget
 from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, parse_manifest, read_manifest
@@ -27,9 +26,9 @@ WITHOUT_FILES: tuple[Method, ...] = ("dense", "oracle", "random", "griffin")  # 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """What to skip. Densities are shares of units kept, or of inputs where a method thins these out, uniform over
-    layers unless `density_budget` (a file, or what it says) has others; None: that which `predictors` were trained for,
-    if they were and its mean is `mlp_density`. `mlp_density` is also attention's where teal-all or wina thin it out;
-    `head_density` is of methods that choose heads."""
+    layers unless `density_budget` (a file, or what it says) has others; None, with method `predictor`: that which the
+    predictors were trained for, if they were for one, at its density. `mlp_density` is also attention's where teal-all
+    or wina thin it out; `head_density` is of methods that choose heads."""
 
     method: Method = "dense"
     predictors: Path | None = None
@@ -69,13 +68,24 @@ class Selection:
         if isinstance(self.density_budget, Path):
             return read_budget(self.density_budget)
         if self.density_budget is None and self.method == "predictor" and self.predictors is not None:
-            own = self.predictors / BUDGET_FILE
-            if (
-                own.is_file()
-                and abs(mean((found := read_budget(own)).densities["mlp"]) - self.mlp_density) <= SAME_MEAN
-            ):
-                return found
+            return trained_budget(self.predictors, self.mlp_density)
         return self.density_budget
+
+
+def trained_budget(predictors: Path, density: float) -> DensityBudget | None:
+    """What a directory of predictors was trained for, if that was a budget of this density; ValueError if its manifest
+    says nothing that can be used."""
+    if not (predictors / "manifest.json").is_file():
+        return None  # whoever needs the predictors will say so
+    manifest = parse_manifest(predictors)
+    found = manifest.training.get("density_budget")
+    if found is None or manifest.densities != [density]:
+        return None
+    if not isinstance(found, list) or not all(isinstance(value, float | int) for value in found):
+        raise ValueError(f"{predictors}/manifest.json: its density_budget is no list of densities")
+    budget = DensityBudget(densities={"mlp": found})
+    budget.of_mlps(density)
+    return budget
 
 
 def apply_sparsity(model: Decoder, selectors: Mapping[tuple[int, Block], Selector]) -> SparsityStats:
@@ -207,22 +217,23 @@ def _predictor_maker(
     model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]
 ) -> Callable[[int, Block], Selector]:
     predictors, manifest = load_predictors(_predictor_dir(selection), model)
+    places = [(layer, density) for layer, density in enumerate(densities["mlp"]) if (layer, "mlp") in predictors]
     between = sorted(
         {
             density
-            for layer, density in enumerate(densities["mlp"])
-            if density < 1.0 and (layer, "mlp") in predictors
-            if predictors[layer, "mlp"].calibrated_index(density) is None
+            for layer, density in places
+            if density < 1.0 and predictors[layer, "mlp"].calibrated_index(density) is None
         }
     )
+    calibrated = sorted({value for layer, _ in places for value in predictors[layer, "mlp"].densities.tolist()})
     # A budget that is no file is being made: what is missing of its thresholds will be set in the run.
     exact = isinstance(selection.density_budget, DensityBudget)
     if isinstance(selection.density_budget, Path):
         exact = read_budget(selection.density_budget).thresholds is not None
     if between and not exact:
         logger.warning(
-            f"{selection.predictors} is calibrated at MLP densities {manifest.densities}, not at {between}: thresholds "
-            "come from dense states and stand-ins from the nearest density; train with --densities for exact ones"
+            f"{selection.predictors} is calibrated at MLP densities {calibrated}, not in every layer at {between}: "
+            "thresholds come from dense states, stand-ins from the nearest; train with --densities for exact ones"
         )
 
     def learned(layer: int, block: Block) -> Selector:

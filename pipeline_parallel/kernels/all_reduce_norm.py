@@ -199,7 +199,8 @@ def all_reduce_norm(
     call; new_residual is fresh: all T rows in one-shot, `owned_rows` in two-shot, of which `residual` has as many.
     `max_programs` as in `launch_shape`; 0, in two-shot: the copy engines move the data. ValueError on an argument that
     does not fit. Nothing here waits for the device or tunes itself: a CUDA graph can hold it, if what is captured
-    starts with `begin`. Ranks that differ in T or strategy are a CUDA error, not a hang, unless all use copies.
+    starts with `begin`. Ranks that differ in T or strategy are a CUDA error, not a hang; if any uses copies, only where
+    `begin` was told what follows.
     """
     for name, value, allowed in (("kind", kind, KINDS), ("strategy", strategy, STRATEGIES)):
         if value not in allowed:

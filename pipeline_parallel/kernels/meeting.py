@@ -12,7 +12,7 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere nothing her
 if triton is not None:
     from pipeline_parallel.kernels.barrier import barrier_kernel
 
-BEGIN_TAG = 2**31 - 1  # those of calls of T rows are 2 * T + 1 and 2 * T + 2
+BEGIN_TAG = 2**31 - 1  # less 2 * T or 2 * T + 1; those of calls of T rows are 2 * T + 1 and 2 * T + 2
 
 
 def meet(workspace: Workspace, tag: int) -> None:
@@ -31,12 +31,14 @@ def meet(workspace: Workspace, tag: int) -> None:
         )
 
 
-def begin(workspace: Workspace) -> None:
+def begin(workspace: Workspace, num_tokens: int = 0, *, copies: bool = False) -> None:
     """Wait until every rank has come here, on the device; the next call reads the first of the two partials.
 
     A collective call, with which a CUDA graph that holds all_reduce_norm begins, and so does whatever follows a replay.
+    `num_tokens`, and whether calls are made of `copies`: of all that follow until the next one. Ranks that differ in
+    them are a CUDA error here; among calls made of copies nothing else would tell.
     """
-    meet(workspace, BEGIN_TAG)
+    meet(workspace, BEGIN_TAG - (2 * num_tokens + copies))
     workspace.turn = 0
 
 

@@ -9,7 +9,7 @@ pad, and makes that slot zero again. There is no compare-and-swap, so nothing ma
 two barriers of a call, ENTRY and EXIT, have slots of their own and take turns. Whoever signals at ENTRY again has
 passed EXIT, so all ranks have come to EXIT, and have emptied their ENTRY slots before that. A write waits for what its
 stream did before, copies to peers included, and is ordered behind it for whoever waits (CUDA driver API, "Stream Memory
-Operations"). Ranks that differ in `tag` wait for ever: what tells them apart is the kernel that a pass begins with.
+Operations"). Ranks that differ in `tag` wait for ever: what tells them apart is `begin`, with which a pass starts.
 
 On memory that processes have mapped instead (Triton's interpreter) the same writes and waits are made at once.
 """
@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-from pipeline_parallel.kernels.meeting import is_interpreted
+from pipeline_parallel.kernels.meeting import check_launch, is_interpreted
 from pipeline_parallel.kernels.workspace import STREAM_BARRIERS, Workspace
 
 ENTRY: Literal[0] = 0
@@ -35,8 +35,9 @@ EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 def meet_in_stream(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
     """Wait, on the device, until every rank has come to ENTRY or EXIT of the call `tag`, not 0 (a collective call).
 
-    RuntimeError where the driver refuses.
+    RuntimeError where the driver refuses, or is not there.
     """
+    check_launch(0, workspace)
     world_size, mine = workspace.world_size, workspace.rank
     slots = workspace.signal_pad.numel() // world_size - STREAM_BARRIERS + place
 
@@ -45,11 +46,12 @@ def meet_in_stream(workspace: Workspace, place: Literal[0, 1], tag: int) -> None
 
     peers = [peer for peer in range(world_size) if peer != mine]
     write, wait = (_store, _spin) if is_interpreted() else _operations(workspace.device)
-    for peer in peers:
-        write(slot(peer, mine), tag)
-    for peer in peers:
-        wait(slot(mine, peer), tag)
-        write(slot(mine, peer), 0)
+    with torch.cuda.device_of(workspace.hidden):  # the default stream's handle is that of the current device
+        for peer in peers:
+            write(slot(peer, mine), tag)
+        for peer in peers:
+            wait(slot(mine, peer), tag)
+            write(slot(mine, peer), 0)
 
 
 def _operations(device: torch.device) -> tuple[Callable[[int, int], None], Callable[[int, int], None]]:
@@ -67,9 +69,12 @@ def _operations(device: torch.device) -> tuple[Callable[[int, int], None], Calla
 
 @cache
 def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+            getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    except (OSError, AttributeError) as problem:
+        raise RuntimeError(f"no CUDA driver with stream memory operations ({problem})") from problem
     return driver
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The accuracy tables of the README, from a checkpoint to records, on a GPU: bash scripts/recipes/accuracy.sh CHECKPOINT
-# Predictors are trained first and alone, one folder a density, side by side (four take 8 minutes on an H200): briefly, to
-# divide the density over layers by what it costs there (scripts.budget), then for that budget. Then come their
+# Predictors are trained first and alone, one folder a density, side by side (six took 8 minutes on two H200): briefly,
+# to divide the density over layers by what it costs there (scripts.budget), then for that budget. Then come their
 # perplexity, calibration and Deja Vu's recipe, and every method's perplexity and tasks at 0.7, 0.5 and 0.3. At CURVE
-# (0.22) there is the predictor's perplexity alone: the low end of the curve against bytes read.
+# (0.22) there is the perplexity of a predictor of uniform density alone: the low end of the curve against bytes read.
 # Variables: RUN_DIR (outputs/accuracy); CALIBRATION (c4) and TEST (wikitext), corpora or text files; TOKENS (440000) of
 # calibration, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token); REFINE_STEPS (800), and
 # BRIEF_STEPS (150) before the budgets; REFINE_CORPUS and REFINE_TOKENS, more text to refine on (none by default);
@@ -75,8 +75,12 @@ run_python collect "${model[@]}" --dtype bfloat16 --corpus "$calibration" --outp
     --max-tokens "${TOKENS:-440000}" --resume
 # Side by side: a step is many small kernels, and no process alone keeps a GPU busy.
 pids=()
-for density in "${densities[@]}" "${curve[@]}"; do
+for density in "${densities[@]}"; do
     predictors "$density" &
+    pids+=("$!")
+done
+for density in "${curve[@]}"; do
+    train "predictors_$density" --densities "$density" "${refinement[@]}" &
     pids+=("$!")
 done
 for pid in "${pids[@]}"; do wait "$pid"; done

@@ -52,7 +52,7 @@ def test_the_operator_that_threads_play_has_two_memories_by_turns_as_a_workspace
             places.append(operator.memory(3).data_ptr())
             found.append(bool(operator.memory(3).isnan().all()))  # nobody reads what an earlier call left
             operator(operator.memory(3).fill_(1.0), None, None, None, "one-shot", None)
-        operator.begin()
+        operator.begin(3, None)
         return [*found, places[0] == places[2] != places[1], operator.memory(3).data_ptr() == first.data_ptr()]
 
     assert on_threads(2, 1, run) == [[True] * 5] * 2

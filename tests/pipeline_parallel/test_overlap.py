@@ -101,6 +101,9 @@ def test_split_passes_have_the_numbers_of_whole_ones(kind: str, tp_size: int, ju
 def test_halves_take_turns_and_junctions_leave_room_for_what_runs_beside(points: tuple[SplitPoint, ...]) -> None:
     weights, tokens = tiny_hf_model(LLAMA).state_dict(), random_tokens(3, 7)
 
+    first, second = (12, 9) if not points else (15, 6)
+    attention, mlp = (3, 5) if points else (DEFAULT_PROGRAMS,) * 2
+
     def run(mesh: ParallelMesh) -> tuple[Any, ...]:
         with torch.inference_mode():
             model, operator = cut(LLAMA, mesh, weights, "fused-two-shot")
@@ -123,14 +126,13 @@ def test_halves_take_turns_and_junctions_leave_room_for_what_runs_beside(points:
             driver.junctions[1].operator = heard_operator(other, order)  # type: ignore[attr-defined]
             model.prefill_driver = driver
             model(tokens)
+            assert operator.begun == (first, None) and other.begun == (second, attention)
             found_in_place = operator.found_in_place + other.found_in_place
             return order, operator.programs, other.programs, operator.asked, other.asked, found_in_place
 
-    first, second = (12, 9) if not points else (15, 6)
     for order, first_programs, second_programs, asked, others_asked, found_in_place in on_threads(2, 1, run):
         both = [("block", first), ("junction", first), ("block", second), ("junction", second)]
         assert order == [("junction", first), ("junction", second), *both * 6]
-        attention, mlp = (3, 5) if points else (DEFAULT_PROGRAMS,) * 2
         # The first half's beside the second's same half-block, the second's beside the first's next one.
         assert first_programs == [None, *(attention, mlp) * 3]
         assert second_programs == [attention, *(mlp, attention) * 2, mlp, None]

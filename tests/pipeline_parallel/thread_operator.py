@@ -36,6 +36,7 @@ class ThreadOperator:
         self.mesh = mesh
         self.asked: list[Any] = []
         self.programs: list[int | None] = []
+        self.begun: tuple[int, int | None] | None = None
         self.others: list[ThreadOperator] = []
         self.hidden: Tensor | None = None
         # Take turns, as a workspace's partials do; whoever reads what nobody has written reads NaN.
@@ -43,8 +44,9 @@ class ThreadOperator:
         self.turn = 0
         self.found_in_place: list[bool] = []
 
-    def begin(self) -> None:
+    def begin(self, num_tokens: int, max_programs: int | None) -> None:
         self.asked.append("begin")
+        self.begun = num_tokens, max_programs
         self.turn = 0
 
     def memory(self, num_tokens: int) -> Tensor:

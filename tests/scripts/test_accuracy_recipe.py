@@ -54,11 +54,15 @@ def test_predictors_are_trained_first_side_by_side_and_with_nothing_else(tmp_pat
     assert done.returncode == 0, done.stderr
     assert "scripts.collect --model model --dtype bfloat16 --corpus c4.jsonl --output-dir store --units mlp" in calls[0]
     assert calls[0].endswith(" --max-tokens 440000 --resume") and calls[1].startswith("end -m scripts.collect")
-    side_by_side, after = calls[2:26], calls[26:]
-    assert len([call for call in side_by_side if call.startswith("end ")]) == 12, "three stages of four densities"
+    side_by_side, after = calls[2:22], calls[22:]
+    ended = [call for call in side_by_side if call.startswith("end ")]
+    assert len(ended) == 10, "three stages of three densities, and the curve's one"
     first_end = next(idx for idx, call in enumerate(side_by_side) if call.startswith("end ") and "train" in call)
     assert first_end == 4, "nobody waits for another density"
-    for density in (*DENSITIES, CURVE):
+    (uniform,) = [call for call in begun(side_by_side, "") if CURVE in call.split()]
+    assert f"--output-dir outputs/accuracy/predictors_{CURVE} " in uniform and "--density-budget" not in uniform
+    assert uniform.endswith(" --refine-steps 800")
+    for density in DENSITIES:
         run, file = "outputs/accuracy", f"outputs/accuracy/budget_predictor_{density}.json"
         own = [call for call in begun(side_by_side, "") if density in call.split()]
         brief, budget, trained = own
@@ -120,7 +124,7 @@ def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path
     assert done.returncode == 0 and len(begun(calls, "budget")) == 3, "no cats, no budget of it"
     assert not any(CURVE in call for call in calls)
     done, calls = run_recipe(tmp_path, "model", METHODS="static")
-    assert done.returncode == 0 and len(begun(calls, "budget")) == 1 and begun(calls, "evaluate"), "that of the curve"
+    assert done.returncode == 0 and not begun(calls, "budget") and begun(calls, "evaluate")
 
 
 def test_without_a_checkpoint_it_says_how_it_is_called(tmp_path: Path) -> None:

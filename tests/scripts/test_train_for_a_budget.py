@@ -1,6 +1,8 @@
 """Predictors trained for a budget of densities: what each layer keeps, in training and in a run, and refusals."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from torch import Tensor
 from data.activation_store import ActivationStore
 from modules.sparsity import SparsityStats
 from scripts.train import Options, main
-from sparse_predictor.budgets import BUDGET_FILE, DensityBudget
-from sparse_predictor.selection import Selection, attach_selection
+from sparse_predictor.budgets import DensityBudget
+from sparse_predictor.labels import LabelDefinition
+from sparse_predictor.selection import Method, Selection, attach_selection
 from sparse_predictor.sensitivity import divergence_of
 from sparse_predictor.stack import PredictorStack
+from sparse_predictor.standin import fit_standins
 from sparse_predictor.training_data import TrainingRows
+from sparse_predictor.validation import validation_metrics
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, one_error_line, ragged_documents, train
@@ -53,11 +58,9 @@ def held_out(folder: Path) -> Tensor:
     return rows.text("validation", 16384, 32)
 
 
-def run(predictors: Path, text: Tensor, **selection: Any) -> SparsityStats:
+def run(predictors: Path, text: Tensor, *, method: Method = "predictor", **selection: Any) -> SparsityStats:
     model = tiny_decoder(LLAMA)
-    stats = attach_selection(
-        model, Selection(method="predictor", predictors=predictors, sparse_phases="all", **selection)
-    )
+    stats = attach_selection(model, Selection(method=method, predictors=predictors, sparse_phases="all", **selection))
     with torch.no_grad():
         model(text)
     return stats
@@ -66,15 +69,17 @@ def run(predictors: Path, text: Tensor, **selection: Any) -> SparsityStats:
 def test_a_run_keeps_what_the_predictors_were_trained_for(folder: Path, predictors: Path) -> None:
     text = held_out(folder)
     assert run(predictors, text, mlp_density=0.5).densities("mlp") == pytest.approx(UNEVEN, abs=0.01)
-    own = predictors / BUDGET_FILE
-    assert json.loads(own.read_text()) == {"mlp": UNEVEN}
-    assert run(predictors, text, mlp_density=0.5, density_budget=own).densities("mlp") == pytest.approx(
+    # Wherever the same densities come from: these are what the predictors are calibrated at.
+    file = folder / "budget.json"
+    file.write_text(json.dumps({"mlp": UNEVEN}))
+    assert run(predictors, text, mlp_density=0.5, density_budget=file).densities("mlp") == pytest.approx(
         UNEVEN, abs=0.01
     )
 
 
-def test_another_density_and_a_budget_of_the_run_come_first(folder: Path, predictors: Path) -> None:
+def test_other_methods_other_densities_and_a_budget_of_the_run_come_first(folder: Path, predictors: Path) -> None:
     text = held_out(folder)
+    assert run(predictors, text, mlp_density=0.5, method="static").densities("mlp") == pytest.approx([0.5] * 3)
     assert run(predictors, text, mlp_density=0.3).densities("mlp") == pytest.approx([0.3] * 3, abs=0.1)
     even = DensityBudget(densities={"mlp": [0.5] * 3})
     assert run(predictors, text, mlp_density=0.5, density_budget=even).densities("mlp") == pytest.approx(
@@ -107,8 +112,8 @@ def test_a_layer_that_keeps_everything_has_nothing_to_stand_in_for() -> None:
     [
         ({"mlp": [0.5, 0.3, 0.2]}, {}, "its MLPs keep 0.333 in the mean, not 0.5"),
         ({"mlp": [0.5] * 4}, {}, "is for 4 layers; this model has 3"),
-        ({"attention": [0.5] * 3}, {}, "expected a density in (0, 1] of each MLP"),
-        ({"mlp": [1.5, 0.0, 0.0]}, {}, "expected a density in (0, 1] of each MLP"),
+        ({"attention": [0.5] * 3}, {}, "expected one density in (0, 1] for each MLP"),
+        ({"mlp": [1.5, 0.0, 0.0]}, {}, "expected one density in (0, 1] for each MLP"),
         ({"mlp": [0.5] * 3}, {"densities": (0.5, 0.3)}, "is for neurons, at one density of --densities"),
         ({"mlp": [0.5] * 3}, {"units": "attention"}, "is for neurons, at one density of --densities"),
         (None, {}, "budget.json"),
@@ -136,3 +141,51 @@ def test_predictors_of_another_budget_are_not_replaced(folder: Path, predictors:
     assert trained(folder, predictors, UNEVEN) == predictors, "the same: nothing to do"
     with pytest.raises(FileExistsError, match="already holds predictors: density_budget"):
         trained(folder, predictors, [0.5] * 3)
+
+
+def test_training_again_without_a_budget_leaves_none(folder: Path, tmp_path: Path) -> None:
+    trained(folder, tmp_path / "p", UNEVEN)
+    (tmp_path / "p/manifest.json").unlink()
+    options: dict[str, Any] = {"densities": (0.5,), "units": "mlp"}
+    train(folder / "model", ActivationStore(folder / "store"), tmp_path / "p", **options)
+    found = run(tmp_path / "p", held_out(folder), mlp_density=0.5).densities("mlp")
+    assert found == pytest.approx([0.5] * 3, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("much", "its density_budget is no list of densities"),
+        ([0.5, None, 0.5], "its density_budget is no list of densities"),
+        ([], "expected one density in (0, 1] for each MLP"),
+        ([0.5, float("nan"), 0.5], "expected one density in (0, 1] for each MLP"),
+        ([0.5] * 2, "2 mlp densities for 3 layers"),
+    ],
+)
+def test_a_manifest_that_says_nonsense_is_refused(
+    folder: Path, predictors: Path, tmp_path: Path, written: object, message: str
+) -> None:
+    copy = shutil.copytree(predictors, tmp_path / "p")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["training"]["density_budget"] = written
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(copy, held_out(folder), mlp_density=0.5)
+    assert run(copy, held_out(folder), mlp_density=0.3), "another density is no matter"
+
+
+def test_stand_ins_thresholds_and_metrics_are_of_what_each_layer_keeps(folder: Path, tmp_path: Path) -> None:
+    """Without refinement, which would hide stand-ins that were fitted at another density."""
+    densities, text = [0.8, 0.4, 0.3], held_out(folder)
+    store = ActivationStore(folder / "store")
+    rows = TrainingRows(store, tiny_decoder(LLAMA), "mlp", lookahead=0, device=torch.device("cpu"))
+    fitted = {}
+    for kept in (densities, [0.5] * 3):
+        stack = PredictorStack(3, 48, 80, 16, densities=(0.5,), layer_densities={0.5: kept}, standin_rank=6)
+        fit_standins(rows.model, stack, range(3), text, lookahead=0, error_share=0.0)
+        fitted[kept[0]] = stack
+    # The fit sees the scores alone, and those are the same: what differs is what the thresholds leave out.
+    lost = [stack.standin_out[0, 0].norm() for stack in (fitted[0.8], fitted[0.5])]
+    assert lost[0] < 0.9 * lost[1], "little is left out of the first layer"
+    found = validation_metrics(fitted[0.8], rows, LabelDefinition(kind="top", share=0.5), [0.5], "topk")["at"]["0.5"]
+    assert found["density"] == pytest.approx(densities, abs=0.01)

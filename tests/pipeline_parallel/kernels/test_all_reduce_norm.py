@@ -29,6 +29,7 @@ needs_triton = pytest.mark.skipif(operator.triton is None, reason="triton is not
 TOKEN_COUNTS = (0, 1, 2, 3, 4, 5, 63, 64, 77, 255, 257, 1023, 1025, 16384)
 POINTERS = ("partial_pointers", "hidden_pointers", "signal_pointers")
 VECTORS = ("weight", "norm_bias", "bias")
+NO_VECTORS: dict[str, Any] = {**dict.fromkeys(VECTORS), "kind": "none", "eps": 0.0}
 INTEGERS = ("first_partial_row", "first_hidden_row", "num_rows", "rank", "tag")
 
 
@@ -110,20 +111,25 @@ def test_a_workspace_on_a_cpu_is_refused() -> None:
         ValueError, match="the workspace is on cpu: there the kernel runs under TRITON_INTERPRET=1 only"
     ):
         begin(workspace_on_cpu())
+    with pytest.raises(ValueError, match="the workspace is on cpu"):
+        all_reduce_norm(workspace_on_cpu(), 3, None, **NO_VECTORS, strategy="two-shot", max_programs=0)
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "triton", None)
     with pytest.raises(ValueError, match="triton is not installed"):
         begin(workspace_on_cpu())
+    with pytest.raises(ValueError, match="triton is not installed"):
+        all_reduce_norm(workspace_on_cpu(), 3, None, **NO_VECTORS, strategy="two-shot", max_programs=0)
 
 
 @needs_triton
 def test_more_programs_than_the_pad_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "is_interpreted", lambda: True)
-    vectors: dict[str, Any] = dict.fromkeys(VECTORS)
     with pytest.raises(ValueError, match="4 programs on 2 ranks need a signal pad of 48 bytes, this one has 40"):
-        all_reduce_norm(workspace_on_cpu(5), 4, None, **vectors, kind="none", eps=0.0, strategy="one-shot")
+        all_reduce_norm(workspace_on_cpu(5), 4, None, **NO_VECTORS, strategy="one-shot")
+    with pytest.raises(ValueError, match="0 programs on 2 ranks need a signal pad of 16 bytes, this one has 8"):
+        all_reduce_norm(workspace_on_cpu(1), 4, None, **NO_VECTORS, strategy="two-shot", max_programs=0)
 
 
 def compiled(
