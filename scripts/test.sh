@@ -15,31 +15,41 @@ for source in modules pipeline_parallel sparse_predictor data analysis scripts c
     if [ -e "$source" ]; then sources+=("$source"); fi
 done
 
-# Two halves run side by side, one of which starts up to four ranks: more threads each would only wait for each other.
+# Three parts run side by side, one of which starts up to four ranks: more threads each would only wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "==> ruff format --check"
 $python -m ruff format --check "${sources[@]}" tests
 echo "==> ruff check"
 $python -m ruff check "${sources[@]}" tests
-# Two halves side by side; mypy is in the one whose tests take less. Triton reads TRITON_INTERPRET when it is imported,
-# and then compiles nothing: hence a process of its own.
-log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
-{
-    failed=0
+# Side by side even on two cores: ranks mostly wait for each other. Triton reads TRITON_INTERPRET when it is imported, and
+# then compiles nothing: hence a process of its own.
+logs="$(mktemp -d)"
+trap 'rm -rf "$logs"' EXIT
+ranks() {
+    echo "==> pytest tests/pipeline_parallel"
+    $python -m pytest tests/pipeline_parallel
+}
+stages() {
+    local failed=0
+    echo "==> pytest tests/scripts"
+    $python -m pytest tests/scripts || failed=1
     echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
     TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter || failed=1
-    echo "==> pytest tests/pipeline_parallel"
-    $python -m pytest tests/pipeline_parallel || failed=1
     echo "==> mypy ${sources[*]}"
     $python -m mypy "${sources[@]}" || failed=1
-    exit "$failed"
-} >"$log" 2>&1 &
-other_half=$!
-failed=0  # a half that fails must not hide what the other says
-echo "==> pytest tests, without the two in the other half"
-$python -m pytest tests --ignore tests/pipeline_parallel || failed=1
-wait "$other_half" || failed=1
-cat "$log"
+    return "$failed"
+}
+rest() {
+    echo "==> pytest tests, without tests/pipeline_parallel and tests/scripts"
+    $python -m pytest tests --ignore tests/pipeline_parallel --ignore tests/scripts
+}
+ranks >"$logs/ranks" 2>&1 &
+pids=("$!")
+stages >"$logs/stages" 2>&1 &
+pids+=("$!")
+failed=0  # a part that fails must not hide what the others say
+rest || failed=1
+for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+cat "$logs/ranks" "$logs/stages"
 exit "$failed"
