@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from analysis import accuracy_table, communication_table, decode_table, drift_tables, equal_bytes
+from analysis import accuracy_table, communication_table, decode_table, drift_tables, engine_table, equal_bytes
 from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
 from analysis.drift_facts import STUDY_NAMES
 from analysis.drift_verdict import verdict
@@ -149,7 +149,7 @@ def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
     """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table a GPU), the
-    three of the drift study, and one for every other name of record."""
+    engine's `decode` and `prefill`, the three of the drift study, and one for every other name of record."""
     tables = {}
     for snippet, chosen in records_by_snippet(records).items():
         if snippet == "main":  # with the speeds of the same settings
@@ -160,6 +160,8 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
             tables[snippet] = equal_bytes.equal_bytes_tables(chosen)
         elif snippet == decode_table.NAME:
             tables[snippet] = decode_table.decode_tables(chosen)
+        elif snippet in engine_table.NAMES and all(map(engine_table.is_of_engine, chosen)):
+            tables[snippet] = engine_table.engine_tables(chosen, snippet)
         elif snippet == communication_table.NAME:
             tables[snippet] = communication_table.communication_tables(chosen)
         elif snippet in STUDY_NAMES:
