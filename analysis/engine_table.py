@@ -27,16 +27,14 @@ def engine_tables(records: Sequence[Record], title: str) -> list[Table]:
     of a fused way also to NCCL's, and of a split pass to the whole one."""
     speeds: dict[tuple[object, ...], dict[str, float]] = {}
     ceilings: dict[tuple[object, ...], float] = {}
-    ways: list[str] = []
     newest = latest_records(records)
+    ways = list(dict.fromkeys(map(way_of, newest)))
     for record in newest:
         labels, baseline = record["labels"], record.get("baseline") or {}
         setting = (labels.get("model") or labels["shape"], *(labels.get(name) for name in CUT), labels["batch_size"])
-        way = way_of(record)
-        ways += [] if way in ways else [way]
         found = speeds.setdefault(setting, {})
-        found[way] = record["value"]
-        if baseline.get("name") not in (None, *map(way_of, newest)):
+        found[way_of(record)] = record["value"]
+        if baseline.get("name") not in (None, *ways):
             found.setdefault(baseline["name"], baseline["value"])
         if record.get("share_of_ceiling") is not None:
             ceilings[setting] = max(ceilings.get(setting, 0.0), record["share_of_ceiling"])
