@@ -10,17 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
-    "modules": {"modules"},
+    "modules": {"modules", "data"},
     "data": {"data"},
     "analysis": {"analysis", "data"},
     "sparse_predictor": {"sparse_predictor", "modules", "data"},
-    "pipeline_parallel": {"pipeline_parallel", "modules"},
-    "convert_llama_checkpoint": {"modules"},
+    "pipeline_parallel": {"pipeline_parallel", "modules", "data"},
+    "convert_llama_checkpoint": {"modules", "data"},
     "scripts": {"scripts", "convert_llama_checkpoint", "modules", "data", "analysis", "sparse_predictor"}
     | {"pipeline_parallel"},
 }
 OURS = {*MAY_IMPORT, "tests"}
-MAX_LINES = 300
+MAX_LINES = 500
 FAMILY_FILES = re.compile(r"modules/(config|checkpoint\w*)\.py|convert_llama_checkpoint\.py")
 BANNED_FILE_NAME = re.compile(r"(^|_)(new|v\d+|save|old|utils|helpers)(_|$)")
 BANNED_FAMILY = re.compile(r"(?i:llama|smollm|mistral)|(^|_)opt(_|$)|OPT|Opt([A-Z]|$)")
@@ -85,19 +85,19 @@ def test_source_folders_keep_the_import_rule_the_length_and_the_names() -> None:
 @pytest.mark.parametrize(
     ("name", "source", "breach"),
     [
-        ("modules/attention.py", "from data.corpora import x", "imports data.corpora.x"),
+        ("modules/attention.py", "from analysis.tables import x", "imports analysis.tables.x"),
         ("data/corpora.py", "def f():\n    import modules.decoder", "imports modules.decoder"),
         ("analysis/tables.py", "import modules", "imports modules"),
         ("analysis/tables.py", "from scripts.collect import main", "imports scripts.collect.main"),
         ("sparse_predictor/train.py", "import analysis.results", "imports analysis.results"),
         ("sparse_predictor/train.py", "from . import labels", "imports tests"),
         ("pipeline_parallel/engine.py", "import sparse_predictor", "imports sparse_predictor"),
-        ("convert_llama_checkpoint.py", "import data", "imports data"),
+        ("convert_llama_checkpoint.py", "import scripts", "imports scripts"),
         ("scripts/collect.py", "import tests.conftest", "imports tests.conftest"),
         ("modules/decoder.py", "import torch.distributed as dist", "imports torch.distributed"),
         ("modules/decoder.py", "from torch import distributed", "imports torch.distributed"),
         ("scripts/infer.py", "import torch\ntorch.distributed.barrier()", "imports torch.distributed"),
-        ("modules/decoder.py", "\n" * 301, "longer than 300 lines"),
+        ("modules/decoder.py", "\n" * 501, "longer than 500 lines"),
         ("modules/attention_v2.py", "", "file name 'attention_v2'"),
         ("modules/llama.py", "", "file name 'llama'"),
         ("modules/decoder.py", "class OPTDecoder: ...", "'OPTDecoder' is named after a model family"),

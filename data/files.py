@@ -1,0 +1,155 @@
+"""Files that a killed run, a second run or a bad disk must not spoil: replaced whole, written by one process, checked.
+
+JSON is read into a type (`msgspec.Struct`, dataclass or annotation), so that a value of another type, size or depth is
+one line that names the file and the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+LOCK_SUFFIX = ".lock"
+
+
+def parse_json(text: bytes | str, kind: type[T], where: str | Path) -> T:
+    """`text` as a value of `kind`; ValueError begins with `where` and names the key that does not fit.
+
+    NaN and infinities are refused: they are not JSON.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply to be read") from error
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {_sentence(error)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from error
+
+
+def convert_json(value: Any, kind: type[T], where: str | Path) -> T:
+    """As `parse_json`, of a value that is parsed already."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply to be read") from error
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {_sentence(error)}") from error
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The value in a JSON file; FileNotFoundError, IsADirectoryError or ValueError names it."""
+    return parse_json(path.read_bytes(), kind, path)
+
+
+def _sentence(error: msgspec.ValidationError) -> str:
+    """msgspec's message, with the key before what is wrong with it: `files.a: expected object, got null`."""
+    what, _, place = str(error).partition(" - at `")
+    key = place.rstrip("`").removeprefix("$").removeprefix(".")
+    what = what[:1].lower() + what[1:]
+    return f"`{key}`: {what}" if key else what
+
+
+def write_json(path: Path, value: Any, *, indent: int = 1, sort_keys: bool = False) -> None:
+    """Replace a JSON file whole: a kill at any moment leaves the old one or the new one."""
+    text = json.dumps(value, indent=indent, sort_keys=sort_keys, ensure_ascii=False, allow_nan=False)
+    replace_file(path, (text + "\n").encode("utf-8", "backslashreplace"))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file beside `path`, make it durable, and put it in the place of `path`."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was renamed or removed in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def only_writer(output: str | Path) -> Iterator[None]:
+    """Hold the one lock of an output, a file or a folder, while it is written; BlockingIOError names who holds it.
+
+    The lock is `OUTPUT.lock` beside the output, held by the kernel (flock): it ends with the process, however that
+    ends. A pipe, a terminal or a device has nothing to protect and is not locked.
+    """
+    output = Path(os.path.realpath(output))
+    if output.exists() and not (stat.S_ISREG(output.stat().st_mode) or output.is_dir()):
+        yield
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    path = output.with_name(output.name + LOCK_SUFFIX)
+    descriptor = _locked(path, output)
+    try:
+        yield
+    finally:
+        # Removed while it is held: whoever opened it meanwhile sees that it is gone, and makes a new one.
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path, output: Path) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same_file(descriptor, path):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({_command()})".encode())
+                return descriptor
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 500).decode("utf-8", "replace") or "another process"
+            os.close(descriptor)
+            raise BlockingIOError(
+                f"{output} is being written by {holder}; wait until that has ended, or give another output"
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the holder before us removed it as it ended
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
+
+
+def _command() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec is not None else os.path.basename(sys.argv[0] or "python")
