@@ -8,7 +8,7 @@ from analysis.drift_distance_facts import DistanceFacts, ablation_distance_facts
 from analysis.drift_facts import BLOCKS, cosines, layer_correlation, studied_models
 from analysis.intervals import Estimate, share_of_gain, share_of_loss
 from analysis.results import Record
-from analysis.wording import CANNOT_TELL, WORDS, at_most, judge, with_interval
+from analysis.wording import ANSWER_ORDER, CANNOT_TELL, SHORT_ANSWERS, WORDS, at_most, judge, with_interval
 
 # The most alike and the least; the plot has the others.
 TOLD_COSINES = ("raw", "standardised")
@@ -21,10 +21,34 @@ def drift_text(records: Sequence[Record]) -> str:
     subjects.append(([ablation_distance_facts(records, block) for block in BLOCKS], []))
     told = [text for facts, found in subjects if (text := _subject_text(facts, found))]
     if told:
-        return "\n\n".join(told)
+        return "\n\n".join(filter(None, [_headline([each for facts, _ in subjects for each in facts if each]), *told]))
     similar = [f"{model}: {text}" for model, found in models.items() if (text := _cosine_sentence(found))]
     lack = f"{CANNOT_TELL}: they lack what a predictor loses to look-ahead (recall_drop of the look-ahead study)."
     return " ".join([lack, *similar, *(["A cosine alone does not say what a predictor loses."] if similar else [])])
+
+
+def _headline(facts: Sequence[DistanceFacts]) -> str:
+    """Yes or no at the shortest distance and at the longest, by what recall loses there; '' where none is known.
+
+    The model and kind of unit that lose most decide.
+    """
+    told = {}
+    distances = [lookahead for each in facts for lookahead in each.lost]
+    for lookahead in sorted({min(distances, default=0), max(distances, default=0)} - {0}):
+        found = [judge(each.lost[lookahead], _share(each, lookahead)[0]) for each in facts if lookahead in each.lost]
+        told[lookahead] = max((SHORT_ANSWERS[judgement] for judgement in found), key=ANSWER_ORDER.index)
+    answers = "; ".join(f"{answer}, {_origin(lookahead).lower()}" for lookahead, answer in told.items())
+    return f"{answers[0].upper()}{answers[1:]}: the largest loss of recall found here decides." if told else ""
+
+
+def _share(facts: DistanceFacts, lookahead: int) -> tuple[Estimate | None, str]:
+    """What share of which whole a distance takes: of the gain over the same units always, else of what is missed."""
+    lost = facts.lost[lookahead]
+    if lookahead in facts.gain:
+        return share_of_gain(lost, facts.gain[lookahead]), "the gain"
+    if lookahead in facts.missed:
+        return share_of_loss(lost, facts.missed[lookahead]), "what is missed there"
+    return None, ""
 
 
 def _subject_text(facts: Sequence[DistanceFacts | None], records: Sequence[Record]) -> str:
@@ -63,13 +87,8 @@ def _recall_sentences(facts: DistanceFacts) -> list[str]:
     said = " is lost"  # once is enough
     for lookahead in dict.fromkeys((min(facts.lost), max(facts.lost))):
         lost = facts.lost[lookahead]
-        if lookahead in facts.gain:
-            share, whole = share_of_gain(lost, facts.gain[lookahead]), f"the gain{said}"
-        elif lookahead in facts.missed:
-            share, whole = share_of_loss(lost, facts.missed[lookahead]), "what is missed there"
-        else:
-            share, whole = None, ""
-        told = _change(lost, share, whole, "points", 100.0)
+        share, whole = _share(facts, lookahead)
+        told = _change(lost, share, whole + (said if lookahead in facts.gain else ""), "points", 100.0)
         sentences.append(f"{_origin(lookahead)}: {WORDS[judge(lost, share)]}, {told}.")
         said = ""
     if facts.largest_rank is not None:

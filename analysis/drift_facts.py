@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from analysis.comparison import latest_records
 from analysis.factor_effects import FACTORS, LEVEL_NAMES, Outcome
 from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation
-from analysis.results import Record
+from analysis.results import Record, read_records
 
 STUDY_NAMES = ("drift", "ablation", "relufication")
 BLOCKS = {"mlp": "neurons", "attention": "heads"}
@@ -22,6 +23,23 @@ COSINE_VARIANTS = ("raw", "centred", "standardised", "no_massive")
 CONDITION_LABELS = ("corpus", "dtype", "seed", "window", "tp_size", "pp_size", "dp_size")
 # Fewer layers say nothing about a rank correlation.
 LEAST_LAYERS = 8
+
+
+def study_records(source: str | None = None) -> list[Record]:
+    """The records of the study in a file, or in all .jsonl files of a folder; None: analysis/results.
+
+    A relative path starts at the repository root, wherever a notebook's kernel runs. FileNotFoundError where there is
+    nothing to read.
+    """
+    root = Path(__file__).parents[1]
+    path = root / (source or "analysis/results")
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise FileNotFoundError(
+            f"DRIFT_RESULTS={source}: {path} is no file of records and no folder of .jsonl files; "
+            f"a relative path starts at {root}"
+        )
+    return [record for record in read_records(*files) if record["name"] in STUDY_NAMES]
 
 
 def model_of(record: Record) -> str:

@@ -126,10 +126,17 @@ def factor_effects(records: Sequence[Record], outcome: Outcome) -> FactorEffects
 
 
 def outcome_values(records: Sequence[Record], outcome: Outcome) -> dict[int, dict[Levels, float]]:
-    """The outcome by seed and levels."""
+    """The outcome by seed and levels.
+
+    Models trained on different texts are experiments of their own, never one: of several that have the outcome, the
+    one with the most models (then the newest).
+    """
+    by_text: dict[Any, list[Record]] = {}
+    for record in latest_records(record for record in records if record["name"] == "ablation"):
+        if outcome.matches(record):
+            by_text.setdefault(record["labels"].get("text"), []).append(record)
     found: dict[int, dict[Levels, float]] = {}
-    matching = [record for record in records if record["name"] == "ablation" and outcome.matches(record)]
-    for record in latest_records(matching):
+    for record in max(by_text.values(), key=_extent, default=()):
         labels = record["labels"]
         levels = tuple(labels.get(factor) for factor in FACTORS)
         if not all(level in known for level, known in zip(levels, FACTORS.values(), strict=True)):
@@ -140,6 +147,11 @@ def outcome_values(records: Sequence[Record], outcome: Outcome) -> dict[int, dic
             raise ValueError(f"several values of {outcome.metric} for one model of the ablation ({told})")
         cells[levels] = outcome.value(record)
     return found
+
+
+def _extent(records: Sequence[Record]) -> tuple[int, str]:
+    """Of one experiment's records of an outcome: how many, and their newest date."""
+    return len(records), max(str(record["environment"].get("date") or "") for record in records)
 
 
 def _pairs(settings: set[Levels], factor: int) -> list[tuple[Levels, Levels]]:

@@ -41,6 +41,19 @@ WORDS: dict[Judgement, str] = {
     "at least in part": "in part, perhaps most",
     "yes": "most of it",
 }
+# Yes or no; of several judgements the answer that comes last here counts.
+ANSWER_ORDER = ("no", "these records cannot tell", "in part", "yes")
+SHORT_ANSWERS: dict[Judgement, str] = {
+    "unmeasured": "these records cannot tell",
+    "improvement": "no",
+    "no cost": "no",
+    "no effect": "no",
+    "open": "these records cannot tell",
+    "hardly": "no",
+    "in part": "in part",
+    "at least in part": "in part",
+    "yes": "yes",
+}
 
 
 def judge(loss: Estimate, share: Estimate | None) -> Judgement:

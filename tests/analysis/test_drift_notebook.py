@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+from IPython.display import Markdown
+from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
+from analysis.drift_facts import study_records
 from tests.analysis.made_up_drift import whole_study
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +40,40 @@ def test_the_notebook_runs_on_the_records_it_is_given(tmp_path: Path, monkeypatc
     shown = [output.data for output in outputs if output.output_type == "display_data"]
     assert sum("image/png" in data for data in shown) == 7
     pages = [data["text/markdown"] for data in shown if "text/markdown" in data]
-    assert pages[0].startswith("**Does drift explain it?** Small-135M, ") and "\n\nOther, closed-form" in pages[0]
+    assert pages[0].startswith("**Does drift explain it?** ") and "\n\nOther, closed-form" in pages[0]
     assert any("Other: what distance costs" in page for page in pages)
+
+
+def test_the_notebook_runs_on_the_committed_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a fresh clone does, from whatever folder its kernel runs in; without a kernel, which takes longer."""
+    monkeypatch.delenv("DRIFT_RESULTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    shown: list[object] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    names: dict[str, Any] = {}
+    for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
+        if cell.cell_type == "code":
+            exec(cell.source.replace("%matplotlib inline\n", ""), names)
+    assert "SmolLM2-135M-Instruct" in names["models"] and {record["name"] for record in names["records"]} == {
+        "drift", "ablation", "relufication"
+    }  # fmt: skip
+    assert sum(isinstance(each, Figure) for each in shown) == 7
+    pages = [each.data for each in shown if isinstance(each, Markdown)]
+    assert "24 models; paired differences" in "".join(pages), "the repeat is not counted as more models"
+
+
+def test_a_relative_path_of_records_starts_at_the_repository_root(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    everything = study_records()
+    assert study_records("analysis/results") == everything
+    assert study_records(str(ROOT / "analysis/results/drift_smollm2_cpu.jsonl")) == [
+        record for record in everything if record["name"] == "drift"
+    ]
+    for nothing in ("no/such.jsonl", str(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=f"DRIFT_RESULTS={nothing}: .* a relative path starts at {ROOT}"):
+            study_records(nothing)
 
 
 def test_the_committed_notebook_has_no_outputs() -> None:

@@ -69,12 +69,32 @@ def test_each_question_has_a_paragraph_that_says_what_is_missing() -> None:
     ],
 )  # fmt: skip
 def test_what_distance_costs_decides_whether_drift_explains_it(drop: float, half: float | None, told: str) -> None:
-    text = texts(distance(drop, half))[QUESTIONS[0]]
+    _, _, text = texts(distance(drop, half))[QUESTIONS[0]].partition("\n\n")
     assert text == (
         "Small, closed-form predictors, for this calibration text. Neurons (density 0.5): recall without distance is "
         f"70.0 % [69.0, 71.0]. One layer back: {told} 4 layers back: in part, 25.0 % [20.5, 29.3] of what is missed "
         "there. Intervals are 95 % each: of many, some miss."
     )
+
+
+@pytest.mark.parametrize(
+    ("drop", "half", "answer"),
+    [
+        (0.01, 0.002, "No, one layer back; in part, 4 layers back: the largest"),
+        (0.01, 0.02, "No, one layer back; in part, 4 layers back: the largest"),
+        (0.60, 0.02, "Yes, one layer back; in part, 4 layers back: the largest"),
+        (0.10, 0.20, "These records cannot tell, one layer back; in part, 4 layers back: the largest"),
+    ],
+)
+def test_the_answer_begins_with_yes_or_no_at_the_shortest_and_longest_distance(
+    drop: float, half: float, answer: str
+) -> None:
+    assert texts(distance(drop, half))[QUESTIONS[0]].startswith(answer)
+
+
+def test_the_model_that_loses_most_decides() -> None:
+    other = [{**each, "labels": {**each["labels"], "model": "Other"}} for each in distance(0.3, 0.02)]
+    assert texts([*distance(0.01, 0.002), *other])[QUESTIONS[0]].startswith("In part, one layer back; in part, 4")
 
 
 def gaining(*records: Record, static: float = 0.6) -> list[Record]:
@@ -98,7 +118,7 @@ def test_where_the_gain_over_always_the_same_units_is_known_its_share_is_told() 
         for rank, recall, drop in ((16, 0.65, 0.01), (256, 0.75, 0.05))
         for metric, value in (("recall", recall), ("recall_drop", drop))
     ]
-    text = texts(gaining(*distance(0.004, 0.001, far=0.1), *more))[QUESTIONS[0]]
+    _, _, text = texts(gaining(*distance(0.004, 0.001, far=0.1), *more))[QUESTIONS[0]].partition("\n\n")
     # Of a gain of 0.1: 0.004 / 0.1, 0.003 / 0.11, 0.005 / 0.09, and all of it; 0.05 / 0.2, 0.04 / 0.21, 0.06 / 0.19.
     assert text.startswith(
         "Small, closed-form predictors, for this calibration text (8192 tokens). Their gain is recall above that "
@@ -108,7 +128,7 @@ def test_where_the_gain_over_always_the_same_units_is_known_its_share_is_told() 
         "2 layers back at rank 256, the largest measured: 25 % [19, 32] of the gain. Intervals"
     )
     small = texts(gaining(*distance(0.004, 0.001), *more[:2]))[QUESTIONS[0]]
-    assert "the largest" not in small, "no larger rank than the look-ahead study's was measured"
+    assert "the largest measured" not in small, "no larger rank than the look-ahead study's was measured"
     none = texts(gaining(*distance(0.004, 0.001), static=0.7))[QUESTIONS[0]]
     assert "One layer back: in part, perhaps most, 0.40 points [0.30, 0.50] less." in none, "there may be no gain"
 
@@ -171,7 +191,7 @@ def test_the_mean_over_the_ablation_answers_beside_the_studied_models() -> None:
     labels = {"lookahead": 1, "metric": "recall_drop"}
     drops = [{**each, "value": 0.02 + 0.001 * (each["labels"]["seed"] - 1)} for each in ablation({}, **labels)]
     text = texts([*ablation({}), *drops, *distance(0.01, 0.002)])[QUESTIONS[0]]
-    small, mean = text.split("\n\n")
+    _, small, mean = text.split("\n\n")
     assert small.startswith("Small, closed-form") and mean.startswith("Mean of the 24 models of the ablation, closed-")
     # Seeds 0.019, 0.020, 0.021: half 4.3027 * 0.001 / sqrt(3) = 0.00248; 0.18 is missed without distance.
     assert "One layer back: in part, 10.0 % [8.8, 11.2] of what is missed there." in mean

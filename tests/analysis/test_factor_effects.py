@@ -142,6 +142,16 @@ def test_a_measurement_that_was_repeated_counts_once() -> None:
     assert found is not None and found.level_means("norm")[0] == pytest.approx((0.5 + 11 * 0.9) / 12)
 
 
+@pytest.mark.parametrize("repeated_first", [False, True])
+def test_a_repeat_on_another_text_is_not_mixed_with_the_experiment_that_has_more_models(repeated_first: bool) -> None:
+    records = experiment(lambda kind, seed: 0.9 - 0.1 * second(kind, "norm"))
+    repeat = experiment(lambda kind, seed: 0.9 - 0.2 * second(kind, "norm"), seeds=2)
+    repeat = [{**record, "labels": {**record["labels"], "text": "another"}} for record in repeat]
+    found = factor_effects([*repeat, *records] if repeated_first else [*records, *repeat], RECALL)
+    assert found is not None and found.num_models == 24 and found.seeds == (0, 1, 2)
+    assert found.main["norm"].value == pytest.approx(-0.1)
+
+
 def test_recall_is_reported_first_one_layer_ahead_at_the_density_nearest_to_half() -> None:
     records = []
     for metric, block, lookahead, label in (

@@ -7,7 +7,7 @@ import pytest
 
 from analysis.comparison import compare, latest_records
 from analysis.formatting import Table, format_number, format_ratio, format_share
-from analysis.results import make_record
+from analysis.results import make_record, read_records
 from analysis.tables import (
     environment_lines,
     main_tables,
@@ -198,3 +198,9 @@ def test_numbers_are_shown_with_four_digits(number: float | None, text: str) -> 
 def test_ratios_and_shares() -> None:
     assert [format_ratio(1.25), format_ratio(19421.0), format_ratio(None)] == ["1.250×", "1.942e+04×", "–"]
     assert [format_share(0.5), format_share(None), format_share(float("nan"))] == ["50.0 %", "–", "–"]
+
+
+def test_all_committed_records_together_make_every_table() -> None:
+    committed = Path(__file__).parents[2] / "analysis" / "results"
+    tables = all_tables(read_records(*sorted(committed.glob("*.jsonl"))))
+    assert {"main", "accuracy", "decode", "drift", "ablation", "relufication"} <= tables.keys()
