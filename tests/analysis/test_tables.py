@@ -9,6 +9,7 @@ from analysis.comparison import compare, latest_records
 from analysis.formatting import Table, format_number, format_ratio, format_share
 from analysis.results import make_record, read_records
 from analysis.tables import (
+    all_tables,
     environment_lines,
     main_tables,
     record_table,
