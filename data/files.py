@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +99,22 @@ def sha256_of(path: Path) -> str:
     """The sha256 of a file, as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def changed_files(folder: Path, sums: Mapping[str, str]) -> list[str]:
+    """Names of the files whose sha256 is not the recorded one, missing files among them. Reads them all."""
+    return [name for name, sum_ in sums.items() if not (folder / name).is_file() or sha256_of(folder / name) != sum_]
+
+
+def check_sums(folder: Path, sums: Mapping[str, str], advice: str) -> None:
+    """What `--verify` does with a folder: ValueError names the files that are not as their manifest says (name ->
+    sha256), and gives the advice."""
+    if changed := changed_files(folder, sums):
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise ValueError(
+            f"{folder}: {', '.join(changed[:4])}{more}: missing, or not as written (sha256 differs from the "
+            f"manifest's); {advice}"
+        )
 
 
 @contextlib.contextmanager

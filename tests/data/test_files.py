@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from data.files import only_writer, parse_json, read_json, sha256_of, write_json
+from data.files import check_sums, only_writer, parse_json, read_json, sha256_of, write_json
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,3 +93,14 @@ def test_a_pipe_has_nothing_to_protect(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     with only_writer(pipe), only_writer(pipe), only_writer("/dev/null"):
         assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_files_that_are_not_as_recorded_are_named(tmp_path: Path) -> None:
+    for name in ("a.bin", "b.bin", "c.bin"):
+        (tmp_path / name).write_bytes(name.encode() * 5000)
+    sums = {path.name: sha256_of(path) for path in sorted(tmp_path.iterdir())}
+    check_sums(tmp_path, sums, "write it again")
+    (tmp_path / "a.bin").unlink()
+    (tmp_path / "c.bin").write_bytes(b"c.bin" * 4999 + b"d.bin")
+    with pytest.raises(ValueError, match=r"a\.bin, c\.bin: missing, or not as written .*; write it again$"):
+        check_sums(tmp_path, sums, "write it again")
