@@ -11,7 +11,18 @@ from typing import Any
 from analysis.results import Record
 
 QUALITY_NAMES = ("perplexity", "accuracy")
-METHOD_ORDER = ("dense", "oracle", "predictor", "cats", "teal", "teal-all", "wina", "griffin", "static", "random")
+METHOD_ORDER = (
+    "dense",
+    "oracle",
+    "predictor",
+    "cats",
+    "teal",
+    "teal-all",
+    "wina-unrotated",
+    "griffin",
+    "static",
+    "random",
+)
 # Labels that tables show or group by; any other one that differs is named beside the method.
 SETTING_LABELS = ("model", "method", "phase")
 VISIBLE_LABELS = (*SETTING_LABELS, "task", "corpus", "mlp_density", "head_density")

@@ -22,13 +22,13 @@ METHOD_STYLES = {  # method -> colour, marker
     "cats": ("#CC79A7", "D"),
     "teal": ("#D55E00", "s"),
     "teal-all": ("#5D3A9B", "*"),
-    "wina": ("#56B4E9", "P"),
+    "wina-unrotated": ("#56B4E9", "P"),
     "griffin": ("#8C6D00", "h"),
     "static": ("#E69F00", "v"),
     "random": ("#7F7F7F", "X"),
 }
 # Their MLP density is that of attention's inputs, too, so it needs no naming.
-THIN_ATTENTION = ("teal-all", "wina")
+THIN_ATTENTION = ("teal-all", "wina-unrotated")
 SPARE_STYLES = (("#40B0A6", ">"), ("#994F00", "<"), ("#B8B800", "p"))
 DASHES = ("-", "--", ":", "-.")
 

@@ -25,6 +25,8 @@ Record = dict[str, Any]
 Label = str | int | float | bool | None
 
 REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
+# Methods that older records name otherwise: WINA's thresholds were always measured without its rotation.
+RENAMED_METHODS = {"wina": "wina-unrotated"}
 OPTIONAL_KEYS = ("baseline", "ratio", "share_of_ceiling")
 
 
@@ -192,6 +194,9 @@ def _records_of(path: Path, *, may_end_unfinished: bool = False) -> list[Record]
             if may_end_unfinished and line_number == len(lines):
                 break
             raise ValueError(f"{path}, line {line_number}: not a result record: {error}") from error
+        labels = record["labels"]
+        if labels.get("method") in RENAMED_METHODS:
+            labels["method"] = RENAMED_METHODS[labels["method"]]
         records.append(record)
     return records
 

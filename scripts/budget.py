@@ -38,7 +38,7 @@ class Options(ModelOptions):
     """Divide one budget of bytes over layers, and over heads and neurons, by measured sensitivity."""
 
     method: Method
-    """Whose densities: predictor oracle static random cats griffin teal teal-all wina."""
+    """Whose densities: predictor oracle static random cats griffin teal teal-all wina-unrotated."""
     predictors: Path | None = None
     """Directory written by scripts.train."""
     output: Path

@@ -18,7 +18,7 @@ if [ "${1:-}" != --sweep ]; then
 fi
 shift
 
-methods=(dense oracle predictor teal teal-all wina griffin static random)
+methods=(dense oracle predictor teal teal-all wina-unrotated griffin static random)
 if [ "$is_gated" = yes ]; then methods+=(cats); fi
 flags+=(--method "${methods[@]}" --mlp-density 0.7 0.5 0.3)
 flags+=(--tasks perplexity,zero-shot,arithmetic_words --resume)

@@ -16,9 +16,9 @@ class SelectionOptions:
     method: Method = "dense"
     """Who chooses the active units."""
     predictors: Path | None = None
-    """Directory written by scripts.train; also holds the calibration of static, cats, teal, teal-all and wina."""
+    """Directory written by scripts.train; also holds the calibration of static, cats, teal, teal-all and wina-unrotated."""
     mlp_density: float = 0.5
-    """Share of MLP neurons kept, in (0, 1]; of teal, teal-all and wina: of the inputs of matrices."""
+    """Share of MLP neurons kept, in (0, 1]; of teal, teal-all and wina-unrotated: of the inputs of matrices."""
     head_density: float = 1.0
     """Share of key-value groups of heads kept, in (0, 1]."""
     sparse_phases: SparsePhases = "decode"
@@ -48,7 +48,7 @@ class SweepOptions:
     """Several ways to be sparse, each beside dense."""
 
     method: tuple[Method, ...] = ("dense",)
-    """One or several: dense predictor oracle static random cats teal teal-all wina griffin."""
+    """One or several: dense predictor oracle static random cats teal teal-all wina-unrotated griffin."""
     predictors: Path | None = None
     """Directory written by scripts.train."""
     mlp_density: tuple[float, ...] = (0.5,)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from loguru import logger
@@ -18,7 +18,9 @@ from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePh
 from sparse_predictor.store import load_predictors, parse_manifest, read_manifest
 from sparse_predictor.thinning import is_thinning, restore_inputs, teal, thin_inputs, thins_attention, wina
 
-Method = Literal["dense", "predictor", "oracle", "static", "random", "cats", "teal", "teal-all", "wina", "griffin"]
+Method = Literal[
+    "dense", "predictor", "oracle", "static", "random", "cats", "teal", "teal-all", "wina-unrotated", "griffin"
+]
 SparsePhases = Literal["decode", "all"]
 WITHOUT_FILES: tuple[Method, ...] = ("dense", "oracle", "random", "griffin")  # methods that need no predictors
 
@@ -28,7 +30,7 @@ class Selection:
     """What to skip. Densities are shares of units kept, or of inputs where a method thins these out, uniform over
     layers unless `density_budget` (a file, or what it says) has others; None, with method `predictor`: that which the
     predictors were trained for, if they were for one, at its density. `mlp_density` is also attention's where teal-all
-    or wina thin it out; `head_density` is of methods that choose heads."""
+    or wina-unrotated thin it out; `head_density` is of methods that choose heads."""
 
     method: Method = "dense"
     predictors: Path | None = None
@@ -56,8 +58,10 @@ class Selection:
         return found
 
     def check(self) -> None:
-        """What can be told before a model is loaded, which may take minutes: ValueError or FileNotFoundError for
-        densities outside (0, 1], a budget that is none, and predictors that the method needs and that are not there."""
+        """What can be told before a model is loaded, which may take minutes: ValueError or FileNotFoundError for a
+        method that is none, densities outside (0, 1], a budget that is none, and predictors that the method needs and
+        that are not there."""
+        check_method(self.method)
         budget = self.budget()
         self.densities(1 if budget is None else len(next(iter(budget.densities.values()))))
         if self.method not in WITHOUT_FILES:
@@ -70,6 +74,14 @@ class Selection:
         if self.density_budget is None and self.method == "predictor" and self.predictors is not None:
             return trained_budget(self.predictors, self.mlp_density)
         return self.density_budget
+
+
+def check_method(method: str) -> None:
+    """ValueError if there is no such method."""
+    if method == "wina":
+        raise ValueError("method wina is now wina-unrotated: its rotation of the weights is not done here")
+    if method not in get_args(Method):
+        raise ValueError(f"method {method} is not one of {', '.join(get_args(Method))}")
 
 
 def trained_budget(predictors: Path, density: float) -> DensityBudget | None:
@@ -112,6 +124,7 @@ def remove_sparsity(model: Decoder) -> None:
 
 def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     """Make `model` sparse as `selection` says (dense: removes what was attached). ValueError names what is missing."""
+    check_method(selection.method)
     remove_sparsity(model)
     config = model.config
     densities = selection.densities(config.num_hidden_layers)
@@ -164,7 +177,7 @@ def _attach_thinning(model: Decoder, selection: Selection, densities: Mapping[Bl
     calibration, stats = _calibration(model, selection), apply_sparsity(model, {})
     thin_inputs(
         model,
-        wina(model, calibration) if method == "wina" else teal(calibration, method),
+        wina(model, calibration) if method == "wina-unrotated" else teal(calibration, method),
         densities,
         BLOCKS if all_matrices else ("mlp",),
         decode_only=selection.sparse_phases == "decode",

@@ -1,4 +1,5 @@
-"""Methods that thin out the inputs of matmuls: TEAL on the MLP or on all matrices of a layer, and WINA.
+"""Methods that thin out the inputs of matmuls: TEAL on the MLP or on all matrices of a layer, and WINA's
+weighting without its rotation.
 
 An entry of a matmul's input that is small is dropped, and its column of the weights need not be read. The keys' and
 values' matrices are thinned out like any other: cached keys and values are then those of the thinned inputs.
@@ -19,8 +20,8 @@ from modules.sparsity import BLOCKS, Block
 from modules.thinned_step import follows_thinning, lay_out_for_kernels
 from sparse_predictor.calibration import LayerCalibration, threshold_at
 
-ThinningMethod = Literal["teal", "teal-all", "wina"]
-THINNING_METHODS: tuple[ThinningMethod, ...] = ("teal", "teal-all", "wina")
+ThinningMethod = Literal["teal", "teal-all", "wina-unrotated"]
+THINNING_METHODS: tuple[ThinningMethod, ...] = ("teal", "teal-all", "wina-unrotated")
 PROJECTIONS: dict[Block, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -62,22 +63,22 @@ def teal(calibration: Mapping[int, LayerCalibration], method: str) -> Thin:
 
 
 def wina(model: Decoder, calibration: Mapping[int, LayerCalibration]) -> Thin:
-    """WINA (Chen et al. 2025, Weight Informed Neuron Activation, section 3): as TEAL on all matrices, but an entry
-    counts by |x_i| * ||W[:, i]||, what it can add to the product.
+    """The weighting of WINA (Chen et al. 2025, Weight Informed Neuron Activation, section 3) without its rotation: as
+    TEAL on all matrices, but an entry counts by |x_i| * ||W[:, i]||, what it can add to the product.
 
-    Differs: one threshold a layer and matrix (a quantile of this weighted magnitude on calibration text) instead of the
-    top entries of each token, and the weights stay as they are: the paper first rotates them until their columns are
-    orthogonal, without which its bound does not hold.
+    This is not WINA, hence the name wina-unrotated: the weights stay as they are, where the paper first rotates them
+    until their columns are orthogonal, without which its bound does not hold. There is one threshold per layer and
+    matrix (a quantile of this weighted magnitude on calibration text) instead of the top entries of each token.
     """
 
     def thin(layer: int, name: str, projection: nn.Module, density: float, counted: Tensor | None) -> ThinnedInput:
         found, place = calibration[layer], matrices(model).index(name)
-        quantiles = found.require("weighted_quantiles", "wina")[place]
+        quantiles = found.require("weighted_quantiles", "wina-unrotated")[place]
         if name in OUTPUT_PROJECTIONS:
             norms = norms_of_inputs(model, layer, name)
         else:  # over all outputs, of which a rank may have a part
             shared = [other for other in matrices(model) if other not in OUTPUT_PROJECTIONS]
-            norms = found.require("input_norms", "wina")[shared.index(name)]
+            norms = found.require("input_norms", "wina-unrotated")[shared.index(name)]
         norms = norms.to(device=model.device, dtype=model.dtype)
         return ThinnedInput(projection, threshold_at(quantiles, density), counted, norms)
 

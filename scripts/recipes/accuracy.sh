@@ -22,7 +22,7 @@ fi
 model=(--model "$1") run_dir="${RUN_DIR:-outputs/accuracy}" densities=(0.7 0.5 0.3)
 read -ra curve <<<"${CURVE-0.22}"
 calibration="${CALIBRATION:-c4}" activations="${ACTIVATIONS:-${RUN_DIR:-outputs/accuracy}/activations}"
-methods="${METHODS:-oracle cats teal static random teal-all wina griffin}"
+methods="${METHODS:-oracle cats teal static random teal-all wina-unrotated griffin}"
 tasks="${TASKS:-arc_easy,arc_challenge,openbookqa,winogrande,boolq,lambada_openai,arithmetic_words}"
 refinement=(--refine-steps "${REFINE_STEPS:-800}" ${REFINE_CORPUS:+--refine-corpus "$REFINE_CORPUS"})
 refinement+=(${REFINE_TOKENS:+--refine-tokens "$REFINE_TOKENS"})

@@ -137,19 +137,19 @@ def test_there_is_no_table_without_a_rival() -> None:
 
 def test_methods_that_thin_out_attention_are_compared_at_the_bytes_of_layers() -> None:
     rows = []
-    for method, values in (("predictor", (0.4, 0.2)), ("wina", (0.3, 0.3)), ("teal", (0.9, 0.8))):
+    for method, values in (("predictor", (0.4, 0.2)), ("wina-unrotated", (0.3, 0.3)), ("teal", (0.9, 0.8))):
         for share, value in zip((0.4, 0.6), values, strict=True):
-            head_density = share if method == "wina" else 1.0
+            head_density = share if method == "wina-unrotated" else 1.0
             found = record(method, share, value, head_density=head_density)
             rows.append({**found, "achieved": {**found["achieved"], "layer_bytes_share": share + 0.05}})
     mlp, layer = equal_bytes_tables([record("dense", None, 0.0), *rows])
     assert mlp.columns == ("MLP bytes read", "predictor", "teal")
-    assert layer.columns == ("layer bytes read", "predictor", "teal", "wina")
+    assert layer.columns == ("layer bytes read", "predictor", "teal", "wina-unrotated")
     assert "of the dense layer bytes the predictor's perplexity" in layer.caption
     # 0.4 falls to 0.2 between 45 and 65 % of the bytes, and wina stays at 0.3.
-    assert "there from 55 % to 65 %; wina is ahead of it from 45 % to 55 %" in layer.caption
-    (line,) = (line for line in compare(rows) if (line.method, line.mlp_density) == ("wina", 0.4))
-    assert series_label(line) == "wina"
+    assert "there from 55 % to 65 %; wina-unrotated is ahead of it from 45 % to 55 %" in layer.caption
+    (line,) = (line for line in compare(rows) if (line.method, line.mlp_density) == ("wina-unrotated", 0.4))
+    assert series_label(line) == "wina-unrotated"
     figure = plot_against_layer_bytes(compare(rows))
     assert figure is not None and "bytes read of attention and MLPs" in figure.axes[0].get_xlabel()
     assert plot_against_layer_bytes(compare(records())) is None

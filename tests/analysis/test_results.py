@@ -45,6 +45,13 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 2
 
 
+def test_older_records_of_wina_are_read_under_its_right_name(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for method in ("wina", "teal"):
+        append_record(path, a_record(labels={"method": method}))
+    assert [record["labels"]["method"] for record in read_records(path)] == ["wina-unrotated", "teal"]
+
+
 def test_several_files_are_read_in_order(tmp_path: Path) -> None:
     append_record(tmp_path / "b", a_record(value=1.0))
     append_record(tmp_path / "a", a_record(value=2.0))

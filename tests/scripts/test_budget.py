@@ -54,7 +54,7 @@ def options(folder: Path, output: Path, **changes: Any) -> Options:
 
 @pytest.mark.parametrize(
     ("method", "heads"),
-    [("predictor", 1.0), ("predictor", 0.5), ("cats", 1.0), ("oracle", 0.5), ("wina", 1.0), ("griffin", 1.0)],
+    [("predictor", 1.0), ("predictor", 0.5), ("cats", 1.0), ("oracle", 0.5), ("wina-unrotated", 1.0), ("griffin", 1.0)],
 )
 def test_a_run_loads_the_budget_and_reads_as_many_bytes(
     folder: Path, tmp_path: Path, method: Any, heads: float
@@ -63,11 +63,11 @@ def test_a_run_loads_the_budget_and_reads_as_many_bytes(
     budget = main(options(folder, path, method=method, mlp_density=0.5, head_density=heads))
     assert read_budget(path) == budget
     mlps, groups = budget.densities["mlp"], budget.densities.get("attention")
-    weights, of_heads = 3 * 48 * 80, 2 * 48 * 48 + (2 * 48 * 16 if method == "wina" else 0)
+    weights, of_heads = 3 * 48 * 80, 2 * 48 * 48 + (2 * 48 * 16 if method == "wina-unrotated" else 0)
     if groups is None:
-        assert sum(mlps) / 3 == pytest.approx(0.5) and method != "wina" and heads == 1.0
+        assert sum(mlps) / 3 == pytest.approx(0.5) and method != "wina-unrotated" and heads == 1.0
     else:
-        uniform = 0.5 * weights + (0.5 if method == "wina" else heads) * of_heads
+        uniform = 0.5 * weights + (0.5 if method == "wina-unrotated" else heads) * of_heads
         assert sum(mlps) * weights + sum(groups) * of_heads == pytest.approx(3 * uniform)
     measured = budget.measured
     shares = measured["divergence_by_share_of_allocation"]
@@ -118,7 +118,7 @@ def test_uniform_densities_stay_where_nothing_is_better(
             "is too short for 640 tokens to measure on and 640 of other documents",
         ),
         ({"method": "cats", "head-density": "0.5"}, "method cats does not choose heads"),
-        ({"method": "wina", "head-density": "0.5"}, "method wina does not choose heads"),
+        ({"method": "wina-unrotated", "head-density": "0.5"}, "method wina-unrotated does not choose heads"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(

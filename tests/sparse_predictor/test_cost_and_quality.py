@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.projections import ThinnedInput
-from sparse_predictor.cost import mlp_bytes_share, predictor_bytes_share
+from sparse_predictor.cost import achieved, mlp_bytes_share, predictor_bytes_share, weights_by_density
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import attach_selection, remove_sparsity
 from tests.modules.tiny_kinds import KINDS
@@ -55,6 +55,34 @@ def test_bytes_read_follow_the_stated_formulas(trained: Trained) -> None:
         handle.remove()
     assert len(kept) == 9 and stats is not None
     assert mlp_bytes_share(model, "teal", stats) == pytest.approx(sum(kept) / 9, abs=1e-6)
+    remove_sparsity(model)
+
+
+def test_cats_reads_its_whole_gate_and_of_the_others_what_is_active(trained: Trained) -> None:
+    model = tiny_decoder(KINDS["llama"])
+    chosen = selection("cats", trained(), 0.3)
+    stats = attach_selection(model, chosen)
+    active: list[int] = []
+
+    def look(mlp: Any, args: Any) -> None:
+        gate = F.silu(args[0] @ mlp.gate_proj.weight.T)
+        active.append(int((gate.abs() >= mlp.selector.threshold).sum()))
+
+    handles = [model.mlp(layer).register_forward_pre_hook(look) for layer in range(3)]
+    with torch.no_grad():
+        model(torch.randint(0, 131, (1, 30)))
+    for handle in handles:
+        handle.remove()
+    gates, of_active = 3 * 30 * 48 * 80, sum(active) * 2 * 48  # a neuron: a row of up, a row of down
+    share = (gates + of_active) / (3 * gates)
+    assert 0.2 < sum(active) / (3 * 30 * 80) < 0.4
+    found = achieved(model, chosen, stats)
+    assert found["bytes_read_share"] == mlp_bytes_share(model, "cats", stats) == pytest.approx(share)
+    attention = 2 * 48 * 48 + 2 * 48 * 16
+    expected = (share * 3 * 48 * 80 + attention) / (3 * 48 * 80 + attention)
+    assert found["layer_bytes_share"] == pytest.approx(expected)
+    assert weights_by_density(model.config, "cats", "mlp") == 2 * 48 * 80, "what a budget divides"
+    assert weights_by_density(model.config, "teal", "mlp") == 3 * 48 * 80
     remove_sparsity(model)
 
 

@@ -22,7 +22,7 @@ from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection
 
-METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina"]
+METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina-unrotated"]
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -225,5 +225,5 @@ def test_methods_can_follow_one_another_on_one_model(trained: Trained) -> None:
         return prompt_then_decode(model, 1)
 
     model = tiny_decoder(KINDS["llama"])
-    for method in ("teal", "cats", "static", "wina", "griffin", "predictor", "teal-all", "oracle", "dense"):
+    for method in ("teal", "cats", "static", "wina-unrotated", "griffin", "predictor", "teal-all", "oracle", "dense"):
         assert torch.equal(run(model, method), run(tiny_decoder(KINDS["llama"]), method)), method

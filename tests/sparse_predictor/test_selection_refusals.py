@@ -9,7 +9,7 @@ from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, selection
 
-METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina"]
+METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina-unrotated"]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,15 @@ def test_bad_density_budgets_are_refused(tmp_path: Path, text: str, message: str
         Selection(method="random", density_budget=tmp_path / "nowhere.json").densities(3)
 
 
+def test_a_method_that_is_none_is_refused_and_wina_by_its_right_name() -> None:
+    for chosen in (Selection(method="wina"), Selection(method="tea")):  # type: ignore[arg-type]
+        message = "wina is now wina-unrotated" if chosen.method == "wina" else "tea is not one of dense, predictor"
+        with pytest.raises(ValueError, match=message):
+            chosen.check()
+        with pytest.raises(ValueError, match=message):
+            attach_selection(tiny_decoder(KINDS["llama"]), chosen)
+
+
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.01, float("nan")])
 @pytest.mark.parametrize("method", ["dense", *METHODS])
 def test_densities_outside_zero_to_one_are_refused(trained: Trained, method: str, density: float) -> None:
@@ -45,7 +54,7 @@ def test_densities_outside_zero_to_one_are_refused(trained: Trained, method: str
     assert all(half_block.block.selector is None for half_block in model.half_blocks)
 
 
-@pytest.mark.parametrize("method", ["predictor", "static", "cats", "teal", "teal-all", "wina"])
+@pytest.mark.parametrize("method", ["predictor", "static", "cats", "teal", "teal-all", "wina-unrotated"])
 def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> None:
     model = tiny_decoder(KINDS["llama"])
     with pytest.raises(ValueError, match=f"method {method} needs --predictors"):
@@ -56,7 +65,7 @@ def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> Non
 
 def test_methods_refuse_what_they_cannot_choose(trained: Trained) -> None:
     llama, opt = tiny_decoder(KINDS["llama"]), tiny_decoder(KINDS["opt"])
-    for method in ("cats", "griffin", "teal", "teal-all", "wina"):
+    for method in ("cats", "griffin", "teal", "teal-all", "wina-unrotated"):
         with pytest.raises(ValueError, match=f"method {method} does not choose heads"):
             attach_selection(llama, selection(method, trained(), 0.5, head_density=0.5))
     with pytest.raises(ValueError, match="cats needs a gated MLP"):

@@ -44,7 +44,7 @@ def divergence(model: Decoder, chosen: Selection, tokens: torch.Tensor) -> float
         ("predictor", "lookahead", ("mlp",)),
         ("cats", "standin", ("mlp",)),
         ("teal", "standin", ("mlp",)),
-        ("wina", "standin", ("mlp", "attention")),
+        ("wina-unrotated", "standin", ("mlp", "attention")),
     ],
 )
 def test_a_block_alone_costs_what_a_run_with_it_costs(

@@ -79,10 +79,10 @@ def test_wina_weighs_an_entry_by_what_it_is_multiplied_with(
         return states.abs() * norms >= quantiles[f"{layer}.{name}"]
 
     expected = run_masked(model, keep, batch)
-    assert_same_sparse_run(model, selection("wina", directory, 0.4), batch, expected)
+    assert_same_sparse_run(model, selection("wina-unrotated", directory, 0.4), batch, expected)
 
 
-@pytest.mark.parametrize("method", ["teal-all", "wina"])
+@pytest.mark.parametrize("method", ["teal-all", "wina-unrotated"])
 def test_bytes_are_the_weights_of_the_entries_kept_over_all_of_the_layers(trained: Trained, method: str) -> None:
     model = tiny_decoder(KINDS["llama"])
     chosen = selection(method, trained(), 0.5)
@@ -134,7 +134,11 @@ def test_bytes_of_the_layers_count_what_attention_reads(trained: Trained) -> Non
 
 def test_calls_stay_dense_in_a_record_where_they_were(trained: Trained) -> None:
     model = tiny_decoder(KINDS["llama"])
-    for method, phases, expected in (("teal", "all", (3, 3)), ("wina", "decode", (6, 0)), ("teal", "decode", (6, 0))):
+    for method, phases, expected in (
+        ("teal", "all", (3, 3)),
+        ("wina-unrotated", "decode", (6, 0)),
+        ("teal", "decode", (6, 0)),
+    ):
         chosen = selection(method, trained(), 0.5, sparse_phases=phases)
         stats = attach_selection(model, chosen)
         with torch.no_grad():
@@ -148,7 +152,7 @@ def test_answers_tell_the_share_of_attention_that_was_read(trained: Trained) -> 
     model = tiny_decoder(KINDS["llama"], dtype=torch.float64)
     tokens = random_tokens(3, 12).tolist()
     requests = [GenerationRequest(prompt_token_ids=ids[: 4 + row], max_new_tokens=6) for row, ids in enumerate(tokens)]
-    attach_selection(model, selection("wina", trained(), 0.4, sparse_phases="decode"))
+    attach_selection(model, selection("wina-unrotated", trained(), 0.4, sparse_phases="decode"))
     alone = generate(model, requests, batch_size=1, eos_token_ids=())
     together = generate(model, requests, batch_size=3, eos_token_ids=(), warm_up=True)
     for one, other in zip(alone, together, strict=True):
@@ -162,7 +166,7 @@ def test_answers_tell_the_share_of_attention_that_was_read(trained: Trained) -> 
 def test_only_thinning_by_magnitude_in_mlps_has_kernels(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder(KINDS["llama"])
     monkeypatch.setattr("modules.decode_graphs.can_fuse", lambda model: True)
-    for method, has_kernels in (("teal", True), ("teal-all", False), ("wina", False), ("dense", True)):
+    for method, has_kernels in (("teal", True), ("teal-all", False), ("wina-unrotated", False), ("dense", True)):
         attach_selection(model, selection(method, trained(), 0.5))
         with monkeypatch.context() as patch:
             patch.setattr(Decoder, "device", torch.device("cuda"))
@@ -182,7 +186,7 @@ def test_calibration_without_the_statistics_is_refused_by_name(trained: Trained,
         if not name.endswith(("weighted_quantiles", "head_output_quantiles"))
     }
     save_file(kept, directory / "calibration.safetensors", metadata={"layers": "[0, 1, 2]"})
-    for method, name in (("teal-all", "head_output_quantiles"), ("wina", "weighted_quantiles")):
+    for method, name in (("teal-all", "head_output_quantiles"), ("wina-unrotated", "weighted_quantiles")):
         with pytest.raises(
             ValueError, match=f"method {method} needs {name}, which these predictors were calibrated without"
         ):
@@ -190,5 +194,5 @@ def test_calibration_without_the_statistics_is_refused_by_name(trained: Trained,
     attach_selection(model, selection("teal", directory, 0.5))
     save_file(tensors | {"1.input_norms": torch.ones(4, 48)}, directory / "calibration.safetensors")
     with pytest.raises(ValueError, match=r"calibration 1.input_norms has shape \(4, 48\), expected \(5, 48\)"):
-        attach_selection(model, selection("wina", directory, 0.5))
+        attach_selection(model, selection("wina-unrotated", directory, 0.5))
     remove_sparsity(model)
