@@ -147,8 +147,11 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             factor=float(parameters["factor"]),
             low_freq_factor=float(parameters["low_freq_factor"]),
             high_freq_factor=float(parameters["high_freq_factor"]),
+            # Beside the scaling, it wins over the one in it, as in transformers.
             original_max_position_embeddings=int(
-                parameters.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+                hf.get("original_max_position_embeddings")
+                or parameters.get("original_max_position_embeddings")
+                or hf["max_position_embeddings"]
             ),
         )
     raise ValueError(f"config: rope type {kind!r} is not supported; supported: default, linear, llama3")

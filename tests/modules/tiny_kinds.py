@@ -52,6 +52,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama-llama3-scaling": LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING},
     "llama-rope-parameters": {key: value for key, value in LLAMA.items() if key != "rope_theta"}
     | {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 500000.0}},
+    # Beside the scaling instead of in it; transformers lets it win where it is in both.
+    "llama-original-context-at-the-top": LLAMA
+    | {"rope_scaling": {key: LLAMA3_SCALING[key] for key in LLAMA3_SCALING if not key.startswith("original")}}
+    | {"original_max_position_embeddings": 16},
+    "llama-original-context-twice": LLAMA | {"rope_scaling": LLAMA3_SCALING, "original_max_position_embeddings": 16},
     "opt": OPT,
     "opt-post-norm-projected": OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "opt-untied": OPT | {"tie_word_embeddings": False},

@@ -3,6 +3,7 @@
 Biases and norms too: Hugging Face initialises those to zeros and ones, which hides a missing or misplaced one.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from modules.decoder import Decoder
 
 def tiny_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A Hugging Face model of this config, float32, all parameters random."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)).eval()
+    # A copy: transformers writes what it derives into the nested dictionaries, where our reader would find it.
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**deepcopy(hf_config))).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
