@@ -78,7 +78,7 @@ class CompletionRecord:
 def check_option(name: str, value: Any, where: str) -> Any:
     """Return the value of one of OPTIONS as requests hold it; ValueError says `where`, and what is allowed.
 
-    max_new_tokens >= 0 (0 only scores the prompt); temperature >= 0 (0 is greedy); top_k -1 (all) or >= 1;
+    max_new_tokens >= 0 (0 only scores the prompt); temperature >= 0 (0 is greedy); top_k >= -1 (-1 and 0: all, as -1);
     0 < top_p <= 1; 0 <= seed < 2**63; stop: a non-empty string or a list of them.
     """
     if name == "stop":
@@ -91,12 +91,14 @@ def check_option(name: str, value: Any, where: str) -> Any:
     allowed, holds = {
         "max_new_tokens": ("an integer >= 0", is_integer and value >= 0),
         "temperature": ("a number >= 0", is_number and value >= 0),
-        "top_k": ("-1 (all tokens) or an integer >= 1", is_integer and (value == -1 or value >= 1)),
+        "top_k": ("-1 or 0 (all tokens) or an integer >= 1", is_integer and value >= -1),
         "top_p": ("a number in (0, 1]", is_number and 0 < value <= 1),
         "seed": ("an integer in [0, 2**63)", is_integer and 0 <= value < 2**63),
     }[name]
     if not holds:
         raise ValueError(f"{where}: `{name}` must be {allowed}, got {value!r}")
+    if name == "top_k" and value == 0:
+        return -1  # the same to Hugging Face, and one value here
     return float(value) if name in ("temperature", "top_p") else value
 
 

@@ -25,7 +25,7 @@ _CUTOFFS = (2.0**-8, 2.0**-14, 2.0**-22, 0.0)
 class SamplingParams:
     """How one request picks its tokens. `temperature` 0: greedy (the rest is then unused).
 
-    `top_k` -1: all tokens. `top_p` 1.0: all tokens; otherwise the smallest set of most likely tokens whose
+    `top_k` -1 or 0 (kept as -1): all tokens. `top_p` 1.0: all; otherwise the smallest set of most likely tokens whose
     probability reaches `top_p`, with the token that crosses it. Both: top-k first, top-p within it.
     """
 
@@ -37,8 +37,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
             raise ValueError(f"temperature must be a finite number >= 0 (0: greedy), got {self.temperature}")
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k must be -1 (all tokens) or at least 1, got {self.top_k}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be -1 or 0 (all tokens) or at least 1, got {self.top_k}")
+        if self.top_k == 0:
+            object.__setattr__(self, "top_k", -1)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 

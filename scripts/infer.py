@@ -36,7 +36,7 @@ class Options(SelectionOptions, RunOptions):
     temperature: float | None = None
     """0: greedy. Not given: as generation_config.json says, else greedy."""
     top_k: int | None = None
-    """Sample from the k likeliest tokens; -1: all."""
+    """Sample from the k likeliest tokens; -1 or 0: all."""
     top_p: float | None = None
     """Sample from the likeliest tokens that together reach this probability."""
     stop: tuple[str, ...] = ()

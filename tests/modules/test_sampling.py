@@ -66,6 +66,11 @@ def test_top_k_minus_one_means_all_and_one_means_greedy() -> None:
     assert int((draws(LOGITS, SamplingParams(temperature=1e-6), 100) > 0).sum()) == 1
 
 
+def test_top_k_zero_is_minus_one() -> None:
+    assert SamplingParams(temperature=1.0, top_k=0) == SamplingParams(temperature=1.0, top_k=-1)
+    assert not SamplingParams(temperature=1.0, top_k=0).is_limited
+
+
 def test_equally_likely_tokens_at_the_border_are_kept_by_lowest_id() -> None:
     weights = torch.tensor([[0.5, 1.0, 0.5, 0.5, 0.5]])
     values, token_ids = kept_tokens(weights, [SamplingParams(temperature=1.0, top_k=3)])
@@ -210,7 +215,7 @@ def test_minus_infinity_is_never_chosen_and_alone_an_error() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -0.1}, {"temperature": math.nan}, {"top_k": 0}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.01}],
+    [{"temperature": -0.1}, {"temperature": math.nan}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.01}],
 )
 def test_impossible_options_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -98,6 +98,15 @@ def test_the_same_seed_repeats_and_equal_prompts_differ(folder: Path, tmp_path: 
     assert answers(seed=1) != first
 
 
+def test_top_k_zero_and_minus_one_both_mean_all(folder: Path, tmp_path: Path) -> None:
+    sampled = {"temperature": 1.0, "max_new_tokens": 6}
+    (everything,) = infer(folder, tmp_path, {"prompt": "w5"}, top_k=-1, **sampled)
+    (as_option,) = infer(folder, tmp_path, {"prompt": "w5", "top_k": 0}, top_k=2, **sampled)
+    (as_flag,) = infer(folder, tmp_path, {"prompt": "w5"}, top_k=0, **sampled)
+    assert as_flag == as_option == everything
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"]["top_k"] == -1
+
+
 def test_stop_strings_span_tokens_and_end_the_text(folder: Path, tmp_path: Path) -> None:
     (whole,) = infer(folder, tmp_path, {"prompt": "w7"}, max_new_tokens=8)
     words = whole["text"].split()
@@ -169,7 +178,7 @@ def test_chat_puts_the_prompt_into_the_template(folder: Path, bare_folder: Path,
         ({"pp_size": 3}, "--tp-size 1 times --pp-size 3 is 3, but 1 process runs"),
         ({"tp_size": 0}, "--tp-size must be at least 1, got 0"),
         ({"temperature": -1.0}, "--temperature"),
-        ({"top_k": 0}, "--top-k"),
+        ({"top_k": -2}, "--top-k"),
         ({"top_p": 1.5}, "--top-p"),
         ({"max_new_tokens": -1}, "--max-new-tokens"),
         ({"stop": ("",)}, "--stop"),
