@@ -11,10 +11,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ def parse_json(text: bytes | str, kind: type[T], where: str | Path) -> T:
     except RecursionError as error:
         raise ValueError(f"{where}: nested too deeply to be read") from error
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {_sentence(error)}") from error
+        raise ValueError(f"{where}: {_sentence(error, lambda: msgspec.json.decode(text))}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from error
 
@@ -47,7 +48,7 @@ def convert_json(value: Any, kind: type[T], where: str | Path) -> T:
     except RecursionError as error:
         raise ValueError(f"{where}: nested too deeply to be read") from error
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {_sentence(error)}") from error
+        raise ValueError(f"{where}: {_sentence(error, lambda: value)}") from error
 
 
 def read_json(path: Path, kind: type[T]) -> T:
@@ -55,11 +56,18 @@ def read_json(path: Path, kind: type[T]) -> T:
     return parse_json(path.read_bytes(), kind, path)
 
 
-def _sentence(error: msgspec.ValidationError) -> str:
-    """msgspec's message, with the key before what is wrong with it: `files.a: expected object, got null`."""
+def _sentence(error: msgspec.ValidationError, read: Callable[[], Any]) -> str:
+    """msgspec's message, with the key before what is wrong with it: `files.a: expected object, got null`. Where it
+    says what was allowed only, the value follows."""
     what, _, place = str(error).partition(" - at `")
     key = place.rstrip("`").removeprefix("$").removeprefix(".")
     what = what[:1].lower() + what[1:]
+    if re.fullmatch(r"expected `\w+` [<>]=? \S+", what):
+        with contextlib.suppress(RecursionError, LookupError):  # a value too deep stands elsewhere, or a key has a dot
+            value = read()
+            for name in re.findall(r"\w+", key):
+                value = value[int(name) if isinstance(value, list | tuple) else name]
+            what = f"{what}, got {value!r}"
     return f"`{key}`: {what}" if key else what
 
 

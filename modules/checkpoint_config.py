@@ -49,12 +49,21 @@ def _shared_keys(config: ModelConfig) -> dict[str, Any]:
     return {**{name: getattr(config, name) for name in names}, "eos_token_id": eos}
 
 
+def rope_keys(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """Rotary positions as transformers 5 reads them, and as 4 does, which without its own keys takes theta 10,000."""
+    return {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
+    }
+
+
 def _to_llama(config: ModelConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    scaling = None
     if config.rope_scaling is not None:
-        scaling = dataclasses.asdict(config.rope_scaling)
-        rope["rope_type"] = scaling.pop("kind")
-        rope |= scaling if rope["rope_type"] == "llama3" else {"factor": scaling["factor"]}
+        values = dataclasses.asdict(config.rope_scaling)
+        kind = values.pop("kind")
+        scaling = {"rope_type": kind, **(values if kind == "llama3" else {"factor": values["factor"]})}
     return {
         **_shared_keys(config),
         "architectures": ["LlamaForCausalLM"],
@@ -63,7 +72,7 @@ def _to_llama(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope,
+        **rope_keys(config.rope_theta, scaling),
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }

@@ -152,7 +152,7 @@ def test_at_most_one_shard_is_open_at_a_time(tmp_path: Path, convert: Convert, m
         ({"num_key_value_heads": 3}, "shape (16, 48), but the config asks for (24, 48)"),
         ({"hidden_act": "gelu_new"}, "activation 'gelu_new' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
-        ({"vocab_size": None}, "vocab_size must be a positive integer, got None"),
+        ({"vocab_size": None}, "`vocab_size`: expected `int`, got `null`"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(

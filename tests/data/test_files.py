@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from data.files import check_sums, only_writer, parse_json, read_json, sha256_of
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True):
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(le=9000)]
     names: list[str] = []
 
 
@@ -35,6 +35,7 @@ with only_writer(Path(sys.argv[1])):
         (b'{"bytes": "1"}', "`bytes`: expected `int`, got `str`"),
         (b'{"bytes": true}', "`bytes`: expected `int`, got `bool`"),
         (b'{"bytes": 1e30}', "`bytes`: expected `int`, got `float`"),
+        (b'{"bytes": 1000000}', "`bytes`: expected `int` <= 9000, got 1000000"),
         (b'{"bytes": 1, "names": null}', "`names`: expected `array`, got `null`"),
         (b'{"bytes": 1, "names": ["a", 2]}', "`names[1]`: expected `str`, got `int`"),
         (b'{"bytes": 1, "size": 2}', "object contains unknown field `size`"),

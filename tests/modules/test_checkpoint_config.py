@@ -1,15 +1,19 @@
 """The way back from a configuration to a config.json: families under their names, mixtures as what they are."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from modules.checkpoint_config import in_family, to_hf_config
 from modules.config import ModelConfig
-from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
+from tests.modules.tiny_kinds import KINDS, LLAMA, LLAMA3_SCALING, OPT
 
 
 def mixture(activation: str, positions: str, norm: str, **more: Any) -> ModelConfig:
@@ -72,21 +76,21 @@ def test_what_a_family_cannot_be_is_an_error(hf_config: dict[str, Any], change: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gated_mlp": "no"}, "gated_mlp must be true or false, got 'no'"),
-        ({"norm_eps": "small"}, "norm_eps must be a number, got 'small'"),
-        ({"bos_token_id": 0.5}, "bos_token_id must be an integer or null, got 0.5"),
-        ({"eos_token_ids": "end"}, "eos_token_ids must be a list of integers, got"),
+        ({"gated_mlp": "no"}, "`gated_mlp`: expected `bool`, got `str`"),
+        ({"norm_eps": "small"}, "`norm_eps`: expected `float`, got `str`"),
+        ({"bos_token_id": 0.5}, r"`bos_token_id`: expected `int \\| null`, got `float`"),
+        ({"eos_token_ids": "end"}, "`eos_token_ids`: expected `array`, got `str`"),
         ({"activation": ["relu"]}, r"activation \['relu'\] is not supported"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "kind 'yarn' is not supported; supported: linear, llama3"),
-        ({"rope_scaling": {"kind": "linear", "factor": "2"}}, "factor must be a number, got '2'"),
-        ({"rope_scaling": {"kind": "linear", "scale": 2.0}}, "rope_scaling must be null or have kind, factor and noth"),
-        ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low": 1}}, "nothing else but low_freq_factor, high_freq_"),
-        ({"rope_scaling": "linear"}, "rope_scaling must be null or have kind, factor"),
+        ({"rope_scaling": {"kind": "linear", "factor": "2"}}, "`rope_scaling.factor`: expected `float`, got `str`"),
+        ({"rope_scaling": {"kind": "linear"}}, "`rope_scaling`: object missing required field `factor`"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2.0, "low": 1}}, "rope_scaling has an unknown key low"),
+        ({"rope_scaling": "linear"}, r"`rope_scaling`: expected `object \\| null`, got `str`"),
         ({"norm": "batch"}, "norm 'batch' is not supported; supported: rms, layer"),
         ({"positions": "none"}, "positions 'none' is not supported; supported: rotary, learned"),
         ({"activation": "tanh"}, "activation 'tanh' is not supported"),
-        ({"head_dim": 0}, "head_dim must be a positive integer, got 0"),
-        ({"gated_mlp": None}, "missing gated_mlp"),
+        ({"head_dim": 0}, "`head_dim`: expected `int` >= 1, got 0"),
+        ({"gated_mlp": None}, "missing required field `gated_mlp`"),
     ],
 )
 def test_a_damaged_config_of_a_mixture_is_an_error(change: dict[str, Any], message: str) -> None:
@@ -95,3 +99,62 @@ def test_a_damaged_config_of_a_mixture_is_an_error(change: dict[str, Any], messa
         ModelConfig.from_hf(
             {name: value for name, value in written.items() if value is not None or name == "rope_scaling"}
         )
+
+
+@pytest.mark.parametrize(
+    "hf_config", [LLAMA, OPT, to_hf_config(mixture("relu", "rotary", "layer"))], ids=lambda hf: hf["model_type"]
+)
+def test_a_value_of_a_wrong_type_size_or_depth_is_one_line_that_names_its_key(hf_config: dict[str, Any]) -> None:
+    read = {name for name in hf_config if name not in ("architectures", "dropout", "model_type")}
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    wrong = (None, "x", True, -7, 0.5, 1e30, 10**30, float("nan"), float("inf"), [None], [[2]], {}, {"a": deep}, deep)
+    for name in read:
+        for value in wrong:
+            with contextlib.suppress(ValueError):  # anything else is a fault of ours; some are right for some keys
+                ModelConfig.from_hf({**hf_config, name: value})
+    sizes = [name for name in read if name.endswith(("_size", "_layers", "_heads", "_dim"))]
+    for name in sizes:
+        for value in ("x", True, 0, -7, 0.5, 1e30, 10**30, float("nan"), [2], {}):
+            with pytest.raises(ValueError, match=f"^config: `{name}`: expected `int"):
+                ModelConfig.from_hf({**hf_config, name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "`num_hidden_layers`: expected `int` <= 1000, got 1000000"),
+        ({"eos_token_id": {}}, r"`eos_token_id`: expected `int | array | null`, got `object`"),
+        ({"eos_token_id": [2, "x"]}, r"`eos_token_id[1]`: expected `int`, got `str`"),
+        ({"rope_theta": -1.0}, "`rope_theta`: expected `float` > 0.0, got -1.0"),
+        ({"rope_theta": float("nan")}, "`rope_theta`: expected `float`"),
+        ({"rope_theta": 1e30}, "`rope_theta`: expected `float` <= 1000000000000.0, got 1e+30"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "`rope_scaling.factor`: expected `float` > 0.0, got 0"),
+        ({"rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "low_freq_factor=1.0 must be below high_freq"),
+        ({"num_attention_heads": 7}, "hidden_size=48 is not a multiple of num_attention_heads=7"),
+        ({"num_key_value_heads": 4}, "num_attention_heads=6 is not a multiple of num_key_value_heads=4"),
+        ({"rms_norm_eps": "1e-5"}, "`rms_norm_eps`: expected `float`, got `str`"),
+        ({"tie_word_embeddings": "no"}, "`tie_word_embeddings`: expected `bool | null`, got `str`"),
+        ({"hidden_act": {}}, "`hidden_act`: expected `str`, got `object`"),
+        ({"vocab_size": None}, "`vocab_size`: expected `int`, got `null`"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0, but 500000.0 in rope_parameters"),
+        ({"rope_parameters": {}, "rope_scaling": LLAMA3_SCALING}, "rope_scaling differs from rope_parameters"),
+    ],
+)
+def test_what_is_wrong_in_a_hugging_face_config_is_said(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_hf(LLAMA | change)
+
+
+def test_a_written_config_is_read_alike_by_older_and_newer_transformers() -> None:
+    for kind in ("llama", "llama-llama3-scaling", "llama-linear-scaling", "llama-rope-parameters"):
+        config = ModelConfig.from_hf(KINDS[kind])
+        written = json.loads(json.dumps(to_hf_config(config)))
+        older = {name: value for name, value in written.items() if name != "rope_parameters"}
+        newer = {name: value for name, value in written.items() if name not in ("rope_theta", "rope_scaling")}
+        assert ModelConfig.from_hf(older) == ModelConfig.from_hf(newer) == config
+        theirs = AutoConfig.for_model(**deepcopy(older)).rope_parameters
+        assert theirs["rope_theta"] == config.rope_theta
+        assert theirs == AutoConfig.for_model(**deepcopy(written)).rope_parameters
