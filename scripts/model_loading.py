@@ -24,6 +24,7 @@ from pipeline_parallel.fused_junction import AllReduce, choose_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import OverlapTokens, check_overlap_tokens, choose_overlap
+from scripts.threads import share_cores
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -63,6 +64,8 @@ class ModelOptions:
         mesh = ParallelMesh.from_process_group(self.tp_size, self.pp_size, launch.device or resolve_device(self.device))
         if launch.watch is not None:
             launch.watch.describe = mesh.describe
+        if mesh.device.type == "cpu":
+            share_cores()
         directory = resolve_model(self.model)
         if mesh.world_size > 1:
             check_same_everywhere(mesh, f"--model {self.model}: the checkpoint", checkpoint_fingerprint(directory))
@@ -225,11 +228,11 @@ class LoadedModel:
     def self_writer(
         self, *, quiet: bool = False, max_tokens: int | None = None
     ) -> Callable[[int], Iterator[list[int]]]:
-        """seed -> the documents of `--corpus self:SEED`, endless; `max_tokens` (how many will be read) sizes the
-        batches, so that little is written in vain."""
-        from scripts.self_text import write_documents
+        """seed -> the documents of `--corpus self:SEED`, endless, kept for the next run; `max_tokens` (how many will be
+        read) sizes the batches, so that little is written in vain."""
+        from scripts.kept_text import kept_documents
 
-        return lambda seed: write_documents(self, seed=seed, max_tokens=max_tokens, quiet=quiet)
+        return lambda seed: kept_documents(self, seed=seed, max_tokens=max_tokens, quiet=quiet)
 
 
 def decode_text(tokenizer: Any, token_ids: list[int]) -> str:

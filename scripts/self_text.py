@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from modules.decode_graphs import can_capture
@@ -64,46 +64,84 @@ def write_documents(
     `max_tokens`, if the reader knows it, only decides how many documents are written at a time. `first_document`:
     the ones before it are left out.
     """
-    model = loaded.model
-    context = min(MAX_DOCUMENT_TOKENS, model.config.max_position_embeddings)
+    num_written = num_documents = 0
+    with progress((), "writing text", quiet=quiet, total=max_tokens, unit="tok") as bar:
+        while True:
+            batch = write_batch(
+                loaded,
+                seed=seed,
+                first_document=first_document + num_documents,
+                num_documents=documents_at_once(loaded, batch_size, max_tokens, num_written, num_documents),
+                batch_size=batch_size,
+                temperature=temperature,
+                top_p=top_p,
+                num_words=num_words,
+                on_token=lambda: bar.update(1),
+            )
+            num_written += sum(map(len, batch))
+            num_documents += len(batch)
+            yield from batch
+
+
+def documents_at_once(
+    loaded: LoadedModel, batch_size: int, max_tokens: int | None, num_written: int, num_documents: int
+) -> int:
+    """How many documents to write next: a batch, or fewer where `max_tokens` are nearly there, by the mean so far."""
+    if max_tokens is None:
+        return batch_size
+    mean = num_written / num_documents if num_documents else min(FIRST_GUESS, _context(loaded))
+    return max(1, min(batch_size, -(-(max_tokens - num_written) // max(1, round(mean)))))
+
+
+def write_batch(
+    loaded: LoadedModel,
+    *,
+    seed: int,
+    first_document: int,
+    num_documents: int,
+    batch_size: int = BATCH_SIZE,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    num_words: int = 0,
+    on_token: Callable[[], object],
+) -> list[list[int]]:
+    """Token ids of consecutive documents; `on_token` hears of each token that is drawn (a collective call)."""
+    model, context = loaded.model, _context(loaded)
     eos = loaded.generation_defaults.eos_token_ids
     # A row that ends makes the step that already runs worthless, and with many rows one ends nearly every step. Then it
     # is cheaper to let all go on to the same length and cut: what a row draws depends on no other.
     cuts = can_capture(model) and batch_size > BATCH_SIZE
     words = vocabulary_words(loaded.tokenizer) if num_words else []
-    num_written = num_documents = 0
-    with progress((), "writing text", quiet=quiet, total=max_tokens, unit="tok") as bar:
-        while True:
-            mean = num_written / num_documents if num_documents else min(FIRST_GUESS, context)
-            wanted = batch_size if max_tokens is None else -(-(max_tokens - num_written) // max(1, round(mean)))
-            start = first_document + num_documents
-            batch = range(start, start + max(1, min(batch_size, wanted)))
-            starts = [_start(loaded, seed, document_idx, words, num_words) for document_idx in batch]
-            requests = [
-                GenerationRequest(
-                    prompt_token_ids=prompt,
-                    max_new_tokens=context - len(kept),
-                    sampling=SamplingParams(temperature=temperature, top_p=top_p, seed=mix_seed(seed, document_idx)),
-                )
-                for (prompt, kept), document_idx in zip(starts, batch, strict=True)
-            ]
-            results = generate(
-                model,
-                requests,
-                batch_size=batch_size,
-                eos_token_ids=() if cuts else eos,
-                on_token=lambda request_idx, token_id, logprob: bar.update(1),
-                exchange=exchange_of(loaded.mesh),
-            )
-            # Every replica writes; the first one's text is everybody's, should a rounding have made them differ.
-            results = loaded.mesh.gather(results)[0]
-            for (_, kept), result in zip(starts, results, strict=True):
-                if result.error is not None:
-                    raise ValueError(f"corpus self: {result.error}")
-                token_ids = kept + up_to_end(result.token_ids, eos)
-                num_written += len(token_ids)
-                num_documents += 1
-                yield token_ids
+    batch = range(first_document, first_document + num_documents)
+    starts = [_start(loaded, seed, document_idx, words, num_words) for document_idx in batch]
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=prompt,
+            max_new_tokens=context - len(kept),
+            sampling=SamplingParams(temperature=temperature, top_p=top_p, seed=mix_seed(seed, document_idx)),
+        )
+        for (prompt, kept), document_idx in zip(starts, batch, strict=True)
+    ]
+    results = generate(
+        model,
+        requests,
+        batch_size=batch_size,
+        eos_token_ids=() if cuts else eos,
+        on_token=lambda request_idx, token_id, logprob: on_token(),
+        exchange=exchange_of(loaded.mesh),
+    )
+    # Every replica writes; the first one's text is everybody's, should a rounding have made them differ.
+    results = loaded.mesh.gather(results)[0]
+    documents = []
+    for (_, kept), result in zip(starts, results, strict=True):
+        if result.error is not None:
+            raise ValueError(f"corpus self: {result.error}")
+        documents.append(kept + up_to_end(result.token_ids, eos))
+    return documents
+
+
+def _context(loaded: LoadedModel) -> int:
+    return min(MAX_DOCUMENT_TOKENS, loaded.model.config.max_position_embeddings)
 
 
 def up_to_end(token_ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:

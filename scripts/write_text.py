@@ -1,7 +1,7 @@
 """Let a model write a corpus of any size into a file, once, for stages that read it several times.
 
 As `--corpus self:SEED`, but without top-p and about random words, so that tens of millions of tokens do not repeat
-themselves. A line a document: `text`, or `token_ids` of a model without tokenizer. NAME.manifest.json beside the file
+themselves. One line per document: `text`, or `token_ids` of a model without tokenizer. NAME.manifest.json beside it
 says how it was written.
 """
 
@@ -11,11 +11,13 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 from loguru import logger
 
 from data.differences import differences
-from data.json_lines import parse_object
+from data.files import only_writer, parse_json, read_json, write_json
 from data.prompts import MANIFEST_SUFFIX
 from modules.checkpoint_files import checkpoint_fingerprint
 from scripts.command_line import run_stage
@@ -41,12 +43,24 @@ class Options(ModelOptions):
     """Continue a file that was interrupted, if it was begun with the same options."""
 
 
+class WrittenDocument(msgspec.Struct, frozen=True):
+    """What a resume reads of a line."""
+
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)]
+
+
 def main(options: Options) -> int:
     """Write, and return the number of tokens that the file holds."""
     if options.output.suffix != ".jsonl":
         raise ValueError(f"--output must end in .jsonl, got {options.output}; compress it afterwards (gzip)")
     if options.max_tokens < 1 or options.num_words < 0 or not options.temperature > 0.0:
         raise ValueError("--max-tokens must be at least 1, --num-words at least 0, --temperature above 0")
+    with only_writer(options.output):
+        return write_on(options)
+
+
+def write_on(options: Options) -> int:
+    """As `main`, while no other process writes the file."""
     if options.output.exists() and not options.resume:
         raise ValueError(f"{options.output} exists; give --resume to continue it, or another --output")
     num_documents, num_tokens = mended(options.output)
@@ -89,10 +103,9 @@ def keep_settings(options: Options, *, has_text: bool) -> None:
     }
     path = options.output.with_name(options.output.name + MANIFEST_SUFFIX)
     if not has_text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        write_json(path, settings)
         return
-    there = parse_object(path.read_bytes(), str(path)) if path.is_file() else {}
+    there = read_json(path, dict[str, Any]) if path.is_file() else {}
     if found := differences(there, settings, "of its text"):
         raise ValueError(f"cannot resume {options.output}: {'; '.join(found)}; give another --output")
 
@@ -109,10 +122,11 @@ def mended(path: Path) -> tuple[int, int]:
     lines = content[:whole].splitlines()
     num_tokens = 0
     for i, line in enumerate(lines, start=1):
-        count = parse_object(line, f"{path} line {i}").get("num_tokens")
-        if not isinstance(count, int):
-            raise ValueError(f"{path} line {i}: no num_tokens, so not of this command; choose another --output")
-        num_tokens += count
+        where = f"{path} line {i}"
+        try:
+            num_tokens += parse_json(line, WrittenDocument, where).num_tokens
+        except ValueError as error:
+            raise ValueError(f"{error}: not of this command, or damaged; choose another --output") from error
     return len(lines), num_tokens
 
 

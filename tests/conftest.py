@@ -60,6 +60,12 @@ def same_random_numbers_every_run() -> Iterator[None]:
     yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def written_text_is_kept_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Text that tiny models write themselves, of subprocesses, too."""
+    os.environ["DEJAVU_LAB_CACHE"] = str(tmp_path_factory.mktemp("written_text"))
+
+
 @pytest.fixture
 def sample_records() -> list[dict[str, Any]]:
     """What evaluating and timing one made-up model of four layers would write; no number is measured."""

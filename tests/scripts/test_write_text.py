@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.corpora import iter_documents
+from data.files import only_writer
 from modules.generation import generate
 from scripts.model_loading import ModelOptions
 from scripts.self_text import up_to_end, vocabulary_words, write_documents
@@ -103,7 +104,14 @@ def test_what_cannot_be_written_is_an_error(folder: Path, tmp_path: Path) -> Non
         ({"max_tokens": 0}, "--max-tokens must be at least 1"),
         ({"temperature": 0.0}, "--temperature above 0"),
         ({"output": there}, "exists; give --resume"),
-        ({"output": there, "resume": True}, "line 1: no num_tokens, so not of this command"),
+        ({"output": there, "resume": True}, "line 1: .*`num_tokens`: not of this command, or damaged"),
     ):
         with pytest.raises(ValueError, match=message):
             main(replace(options(folder, tmp_path / "new.jsonl"), **change))
+
+
+def test_two_runs_into_one_file_are_refused(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "text.jsonl"
+    with only_writer(output), pytest.raises(BlockingIOError, match="text.jsonl is being written by process"):
+        main(options(folder, output))
+    assert not output.exists()
