@@ -7,11 +7,13 @@ one line that names the file and the key.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import sys
@@ -24,6 +26,8 @@ import msgspec
 T = TypeVar("T")
 
 LOCK_SUFFIX = ".lock"
+# Of a disk, of a user's quota, of the size that a file may have.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse_json(text: bytes | str, kind: type[T], where: str | Path) -> T:
@@ -77,19 +81,43 @@ def write_json(path: Path, value: Any, *, indent: int = 1, sort_keys: bool = Fal
     replace_file(path, (text + "\n").encode("utf-8", "backslashreplace"))
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside `path`, make it durable, and put it in the place of `path`."""
+def replace_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file beside `path`, make it durable, and put it in the place of `path`; OSError as `disk_errors`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, remedy: str = "free space there, then give the same command again") -> Iterator[None]:
+    """An OSError of what is written to `path` within names it, and where the disk is full says what to do.
+
+    Python's own says no file name where a write fails, only where opening does.
+    """
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        yield
+    except OSError as error:
+        if error.strerror is None:  # in words already
+            raise
+        if error.errno in NO_SPACE:
+            free = shutil.disk_usage(next(one for one in path.absolute().parents if one.exists())).free
+            text = f"{path}: no space left to write it ({free / 1e6:.0f} MB are free, or a limit is reached); {remedy}"
+        elif error.filename is None:
+            text = f"{path}: {error.strerror}"
+        else:
+            raise
+        named = OSError(text)
+        named.errno = error.errno
+        raise named from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -147,6 +175,26 @@ def only_writer(output: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def holder_of(output: str | Path) -> str | None:
+    """Which process writes an output now, in words, as `only_writer` knows it; None: none does."""
+    output = Path(os.path.realpath(output))
+    try:
+        descriptor = os.open(output.with_name(output.name + LOCK_SUFFIX), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _holder(descriptor: int) -> str:
+    return os.read(descriptor, 500).decode("utf-8", "replace") or "another process"
+
+
 def _locked(path: Path, output: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -157,7 +205,7 @@ def _locked(path: Path, output: Path) -> int:
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({_command()})".encode())
                 return descriptor
         except BlockingIOError as error:
-            holder = os.read(descriptor, 500).decode("utf-8", "replace") or "another process"
+            holder = _holder(descriptor)
             os.close(descriptor)
             raise BlockingIOError(
                 f"{output} is being written by {holder}; wait until that has ended, or give another output"
