@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,17 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
-from data.files import check_sums, only_writer, parse_json, read_json, sha256_of, write_json
+from data.files import (
+    check_sums,
+    disk_errors,
+    holder_of,
+    only_writer,
+    parse_json,
+    read_json,
+    replace_file,
+    sha256_of,
+    write_json,
+)
 
 
 class Entry(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,3 +116,36 @@ def test_files_that_are_not_as_recorded_are_named(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"c.bin" * 4999 + b"d.bin")
     with pytest.raises(ValueError, match=r"a\.bin, c\.bin: missing, or not as written .*; write it again$"):
         check_sums(tmp_path, sums, "write it again")
+
+
+def test_who_holds_an_output_is_told_while_it_is_held(tmp_path: Path) -> None:
+    output = tmp_path / "store"
+    assert holder_of(output) is None
+    with only_writer(output):
+        assert f"process {os.getpid()} on " in (holder_of(output) or "")
+    (tmp_path / "store.lock").write_text("process 1 on a host")  # left by a killed run: nobody holds it
+    assert holder_of(output) is None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_names_the_file_and_keeps_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    replace_file(tmp_path / "a.json", b"old")
+    monkeypatch.setattr("data.files.os.fsync", full)
+    with pytest.raises(OSError, match=r"a\.json: no space left to write it .*; free space there, then") as caught:
+        replace_file(tmp_path / "a.json", b"new")
+    assert caught.value.errno == code and os.listdir(tmp_path) == ["a.json"]
+    assert (tmp_path / "a.json").read_bytes() == b"old"
+
+
+def test_a_write_that_fails_otherwise_names_the_file_too(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match=r"rows\.mmap: Input/output error$"),
+        disk_errors(tmp_path / "outer"),
+        disk_errors(tmp_path / "rows.mmap"),
+    ):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
