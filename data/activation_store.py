@@ -3,7 +3,9 @@
 Appending is crash-safe. Rows go to the data files first; only when these are on the disk does a new manifest,
 put in place atomically, say that the rows are valid. Whatever lies beyond the manifest's rows is ignored by
 the reader and cut off by a resuming writer, which then goes on to write the very bytes an uninterrupted run
-would have written.
+would have written. A resuming writer also repairs: documents that are not whole in every file are collected again.
+
+One process at a time: the stage that writes holds `data.files.only_writer` of the folder.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from loguru import logger
 
+from data.files import holder_of
 from data.store_files import (
     AppendedFiles,
     check_free_space,
     document_rows,
     read_manifest,
+    sound_rows,
     write_manifest,
 )
 from data.store_layout import BIT_ORDER, MANIFEST_NAME, SPLITS, TOKEN_IDS_NAME, StoreLayout
@@ -33,14 +38,14 @@ class ActivationStoreWriter:
     """Appends documents to a store in `directory`, which must not hold one unless `resume` is set.
 
     `expected_rows`: tokens the whole store will have, checked against the free disk space before anything is
-    written. `keep_documents`: what a resumed store holds beyond so many is dropped. `flush_bytes`: a flush starts
+    written. `keep_documents`: what a resumed store holds beyond so many is dropped. `verify`: before resuming read
+    all of the files, to find what is not as it was written. `flush_bytes`: a flush starts
     once so many bytes were appended since the last; it runs beside the next appends. Used as a context manager it
     marks the store complete, unless an exception ends the block: then the documents appended so far are kept and the
     store stays incomplete.
 
     Raises FileExistsError (a store is there, no `resume`), ValueError (not enough disk; resuming a store of
-    another layout), FileNotFoundError or ValueError (resuming a damaged store; the file is named), and
-    BlockingIOError (another process is writing it).
+    another layout, or one whose manifest is damaged) and FileNotFoundError (resuming files without a manifest).
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class ActivationStoreWriter:
         expected_rows: int | None = None,
         resume: bool = False,
         keep_documents: int | None = None,
+        verify: bool = False,
         flush_bytes: int = FLUSH_BYTES,
     ) -> None:
         self.directory = Path(directory)
@@ -68,7 +74,14 @@ class ActivationStoreWriter:
             self._ranges = [(entry.document_id, entry.start, entry.stop) for entry in stored.documents]
             self._provenance = {"command_line": stored.command_line, "git_commit": stored.git_commit}
             self._is_complete = stored.complete
-        surplus = self._ranges[keep_documents:] if keep_documents is not None else []
+            sound = sound_documents(self.directory, stored, verify=verify)
+            if sound < len(stored.documents):
+                logger.warning(
+                    f"{self.directory} is damaged: of its {len(stored.documents)} documents those from number {sound} "
+                    "on are collected again"
+                )
+            keep_documents = sound if keep_documents is None else min(keep_documents, sound)
+        surplus = self._ranges[keep_documents:]
         if surplus:
             del self._ranges[keep_documents:]
             self._is_complete = False
@@ -80,9 +93,11 @@ class ActivationStoreWriter:
         if stored is None:
             # before the data files, so that a killed run never leaves any that no manifest accounts for
             write_manifest(self.directory, self._manifest())
+        # What is dropped goes from the manifest first; a sum of what is kept is made when more is appended.
         self._files = AppendedFiles(
             self.directory, layout.files, self.num_rows, manifest=self._manifest() if surplus else None
         )
+        self._is_unchanged = stored is not None and stored.complete and self._is_complete
 
     @property
     def num_rows(self) -> int:
@@ -137,6 +152,7 @@ class ActivationStoreWriter:
             )
         rows = document_rows(self.layout, document_id, token_ids, activations)
         self._is_failed, self._is_complete = True, False  # failed until all files have the rows
+        self._is_unchanged = False
         self._num_unflushed_bytes += self._files.append(rows)
         self._is_failed = False
         self._ranges.append((document_id, self.num_rows, self.num_rows + len(token_ids)))
@@ -156,6 +172,8 @@ class ActivationStoreWriter:
         if not self._files.is_open:
             return
         try:
+            if self._is_unchanged:  # and keeps the sums that it was finished with
+                return
             if complete and not self._is_failed:
                 self._is_complete = True
             else:
@@ -200,9 +218,9 @@ class ActivationStoreWriter:
         if not has_manifest and not any(self.directory.glob("*.mmap")):
             return None
         if not resume:
+            advice = "give --resume to continue it" if has_manifest else "remove it, since it lacks its manifest"
             raise FileExistsError(
-                f"{self.directory} already holds an activation store: give --resume to continue it, "
-                "or another --output-dir"
+                f"{self.directory} already holds an activation store: {advice}, or give another --output-dir"
             )
         manifest = read_manifest(self.directory)
         check_resumable(self.directory, manifest, self.layout)
@@ -210,21 +228,37 @@ class ActivationStoreWriter:
         return manifest
 
 
+def sound_documents(directory: Path, manifest: StoreManifest, *, verify: bool) -> int:
+    """How many documents, from the first one on, are whole in every file."""
+    num_rows = sound_rows(directory, manifest, verify=verify)
+    return sum(document.stop <= num_rows for document in manifest.documents)
+
+
 class ActivationStore:
     """Reads a store; nothing is loaded before it is asked for, and then mapped, not copied.
 
-    FileNotFoundError or ValueError names the file that is missing, truncated, or of an unknown format
-    version. A store whose collection was interrupted (`manifest.complete` is False) is read up to its last
-    flush. A store in shards reads as the one that a single process would have written: its arrays are then
+    FileNotFoundError or ValueError names the file that is missing, truncated, not as it was written (`verify` reads all
+    of it to find out, otherwise a few blocks are), or of an unknown format version; BlockingIOError names the process
+    that is still writing the store. A store whose collection was interrupted (`manifest.complete` is False) is read up
+    to its last flush. A store in shards reads as the one that a single process would have written: its arrays are then
     joined as rows are taken from them (`JoinedArray`), where otherwise they are maps of the files.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, verify: bool = False) -> None:
         self.directory = Path(directory)
-        self._files = open_files(self.directory)
+        writer = holder_of(self.directory)  # asked first: what is read after it has ended is whole
+        try:
+            self._files = open_files(self.directory, verify=verify)
+        except (FileNotFoundError, ValueError) as error:
+            raise self._being_written(writer) if writer else error from None
         self.manifest = self._files.manifest
+        if writer and not self.manifest.complete:
+            raise self._being_written(writer)
         self.layout = self.manifest.layout
         self._arrays: dict[str, np.ndarray | JoinedArray] = {}
+
+    def _being_written(self, writer: str) -> BlockingIOError:
+        return BlockingIOError(f"{self.directory} is being written by {writer}; wait until that has ended")
 
     @property
     def num_rows(self) -> int:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 LOCK_SUFFIX = ".lock"
 # Of a disk, of a user's quota, of the size that a file may have.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+AGAIN = "free space there, then give the same command again"
 
 
 def parse_json(text: bytes | str, kind: type[T], where: str | Path) -> T:
@@ -81,10 +82,10 @@ def write_json(path: Path, value: Any, *, indent: int = 1, sort_keys: bool = Fal
     replace_file(path, (text + "\n").encode("utf-8", "backslashreplace"))
 
 
-def replace_file(path: Path, content: bytes | memoryview) -> None:
+def replace_file(path: Path, content: bytes | memoryview, remedy: str = AGAIN) -> None:
     """Write a file beside `path`, make it durable, and put it in the place of `path`; OSError as `disk_errors`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with disk_errors(path):
+    with disk_errors(path, remedy):
         try:
             with open(temporary, "wb") as file:
                 file.write(content)
@@ -98,7 +99,7 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, remedy: str = "free space there, then give the same command again") -> Iterator[None]:
+def disk_errors(path: Path, remedy: str = AGAIN) -> Iterator[None]:
     """An OSError of what is written to `path` within names it, and where the disk is full says what to do.
 
     Python's own says no file name where a write fails, only where opening does.
@@ -176,7 +177,7 @@ def only_writer(output: str | Path) -> Iterator[None]:
 
 
 def holder_of(output: str | Path) -> str | None:
-    """Which process writes an output now, in words, as `only_writer` knows it; None: none does."""
+    """Which other process writes an output now, in words, as `only_writer` knows it; None: none does."""
     output = Path(os.path.realpath(output))
     try:
         descriptor = os.open(output.with_name(output.name + LOCK_SUFFIX), os.O_RDONLY)
@@ -185,7 +186,8 @@ def holder_of(output: str | Path) -> str | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder(descriptor)
+        holder = _holder(descriptor)
+        return None if holder.startswith(_this_process()) else holder
     finally:
         os.close(descriptor)
     return None
@@ -202,7 +204,7 @@ def _locked(path: Path, output: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(descriptor, path):
                 os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({_command()})".encode())
+                os.write(descriptor, f"{_this_process()} ({_command()})".encode())
                 return descriptor
         except BlockingIOError as error:
             holder = _holder(descriptor)
@@ -220,6 +222,10 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _command() -> str:

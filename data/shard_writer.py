@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data.activation_store import FLUSH_BYTES, ActivationStoreWriter
+from data.activation_store import FLUSH_BYTES, ActivationStoreWriter, sound_documents
 from data.store_files import check_free_space, read_manifest, write_manifest
 from data.store_layout import MANIFEST_NAME, StoreLayout
 from data.store_manifest import ShardedManifest, StoreManifest, check_resumable
@@ -39,6 +39,7 @@ def open_shard_writer(
     git_commit: str | None = None,
     expected_rows: int | None = None,
     resume: bool = False,
+    verify: bool = False,
     flush_bytes: int = FLUSH_BYTES,
 ) -> ActivationStoreWriter:
     """The writer of `layout.part`, opened by all processes together; arguments and errors as ActivationStoreWriter.
@@ -50,7 +51,9 @@ def open_shard_writer(
     part = layout.part
     assert part is not None
     whole = replace(layout, part=None)
-    states = gather(shard_state(directory, layout, resume=resume))  # nothing is written until all have looked
+    states = gather(
+        shard_state(directory, layout, resume=resume, verify=verify)
+    )  # nothing is written until all have looked
     replica_size = part.pp_size * part.tp_size
     replicas = [states[start : start + replica_size] for start in range(0, len(states), replica_size)]
     if expected_rows is not None:
@@ -71,11 +74,12 @@ def open_shard_writer(
         git_commit=git_commit,
         resume=True,
         keep_documents=min(state.num_documents for state in replicas[part.dp_rank]),
+        verify=verify,
         flush_bytes=flush_bytes,
     )
 
 
-def shard_state(directory: Path, layout: StoreLayout, *, resume: bool) -> ShardState:
+def shard_state(directory: Path, layout: StoreLayout, *, resume: bool, verify: bool = False) -> ShardState:
     """What the shard of `layout.part` holds, if it is there; errors as for a writer that is to continue it."""
     assert layout.part is not None
     if not any(found for pattern in (MANIFEST_NAME, "*.mmap", "shard_*") for found in directory.glob(pattern)):
@@ -91,7 +95,9 @@ def shard_state(directory: Path, layout: StoreLayout, *, resume: bool) -> ShardS
     manifest = read_manifest(path)
     check_resumable(path, manifest, layout)
     assert isinstance(manifest, StoreManifest)
-    return ShardState(len(manifest.documents), manifest.num_rows, manifest.complete)
+    sound = sound_documents(path, manifest, verify=verify)
+    num_rows = manifest.documents[sound - 1].stop if sound else 0
+    return ShardState(sound, num_rows, manifest.complete and sound == len(manifest.documents))
 
 
 def wait_for_shards(directory: Path, layout: StoreLayout) -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from data.files import changed_files, disk_errors, replace_file, sha256_of
 from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, FileLayout, StoreLayout
 from data.store_manifest import ShardedManifest, StoreManifest, parse_manifest
 
 BUFFER_BYTES = 256 * 2**10
 CHECKED_BYTES = 2**18  # float16 values are checked in blocks that stay in the cache
 FLOAT16_MAX = 65504.0
-TEMPORARY_NAME = MANIFEST_NAME + ".tmp"
+FULL_DISK = "free space there, then continue with --resume"
+# What is hashed of a file whenever it is opened: so many blocks, evenly spaced, the first and the last among them; of
+# a store that is not complete the first alone, since it is hashed at each flush, and only the first never moves.
+SAMPLED_BLOCKS, BLOCK_BYTES = 8, 4096
+HASHED_TOGETHER = min(8, os.cpu_count() or 1)
 
 
 class AppendedFiles:
@@ -27,8 +33,7 @@ class AppendedFiles:
 
     `manifest`: put in place before that, where valid rows are to be dropped. `commit` makes everything appended so far
     durable and then puts a manifest in place, on a thread of its own, so that the caller computes meanwhile.
-    FileNotFoundError or ValueError names a file that is missing or too short; BlockingIOError: another process holds
-    the store.
+    FileNotFoundError or ValueError names a file that is missing or too short; OSError one that the disk refuses.
     """
 
     def __init__(
@@ -41,25 +46,16 @@ class AppendedFiles:
         try:
             if num_rows > 0:
                 check_files(directory, layouts, num_rows, exact=False)
-            for name in (TOKEN_IDS_NAME, *layouts):
-                if name not in self._files:
-                    self._files[name] = open(directory / name, "ab", buffering=BUFFER_BYTES)  # noqa: SIM115
-                if name == TOKEN_IDS_NAME:
-                    self._lock()
             if manifest is not None:
                 write_manifest(directory, manifest)
             for name, layout in layouts.items():
+                self._files[name] = open(directory / name, "ab", buffering=BUFFER_BYTES)  # noqa: SIM115
                 self._files[name].truncate(num_rows * layout.row_bytes)
-            (directory / TEMPORARY_NAME).unlink(missing_ok=True)
+            for left in directory.glob(MANIFEST_NAME + ".*tmp"):  # by a run that was killed
+                left.unlink()
         except BaseException:
             self.close()
             raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._files[TOKEN_IDS_NAME], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"another process is writing to {self._directory}") from error
 
     @property
     def is_open(self) -> bool:
@@ -68,14 +64,16 @@ class AppendedFiles:
     def append(self, rows: Mapping[str, np.ndarray]) -> int:
         """Append C-contiguous arrays to their files; returns the bytes."""
         for name, array in rows.items():
-            self._files[name].write(array.data)
+            with disk_errors(self._directory / name, FULL_DISK):
+                self._files[name].write(array.data)
         return sum(array.nbytes for array in rows.values())
 
     def commit(self, manifest: StoreManifest) -> None:
         """Begin to make the appended rows durable, `manifest` last; first waits for the commit before."""
         self.wait()
-        for file in self._files.values():
-            file.flush()
+        for name, file in self._files.items():
+            with disk_errors(self._directory / name, FULL_DISK):
+                file.flush()
         self._pending = self._executor.submit(self._make_durable, manifest)
 
     def wait(self) -> None:
@@ -85,9 +83,10 @@ class AppendedFiles:
             pending.result()
 
     def _make_durable(self, manifest: StoreManifest) -> None:
-        for file in self._files.values():
-            os.fsync(file.fileno())
-        write_manifest(self._directory, manifest)
+        for name, file in self._files.items():
+            with disk_errors(self._directory / name, FULL_DISK):
+                os.fsync(file.fileno())
+        write_manifest(self._directory, with_sums(self._directory, manifest))
 
     def close(self) -> None:
         """Close without a commit: rows since the last one are lost."""
@@ -101,13 +100,15 @@ class AppendedFiles:
 class MappedFiles:
     """The data files of a store that one process wrote, mapped, not loaded.
 
-    FileNotFoundError or ValueError names a file that is missing, truncated or too long.
+    FileNotFoundError or ValueError names a file that is missing, truncated, too long, or not as it was written:
+    `verify` compares all of each, else a few blocks.
     """
 
-    def __init__(self, directory: Path, manifest: StoreManifest) -> None:
+    def __init__(self, directory: Path, manifest: StoreManifest, *, verify: bool = False) -> None:
         self.directory = directory
         self.manifest = manifest
         check_files(directory, manifest.layout.files, manifest.num_rows, exact=manifest.complete)
+        check_contents(directory, manifest, verify=verify)
 
     def array(self, name: str) -> np.ndarray:
         """One file's valid rows."""
@@ -120,17 +121,7 @@ class MappedFiles:
 
 def write_manifest(directory: Path, manifest: StoreManifest | ShardedManifest) -> None:
     """Put the manifest in place, atomically and durably."""
-    temporary = directory / TEMPORARY_NAME
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, directory / MANIFEST_NAME)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(directory / MANIFEST_NAME, manifest.to_json().encode(), FULL_DISK)
 
 
 def read_manifest(directory: Path) -> StoreManifest | ShardedManifest:
@@ -146,16 +137,85 @@ def check_files(directory: Path, layouts: Mapping[str, FileLayout], num_rows: in
     for name, layout in layouts.items():
         path = directory / name
         if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing from the activation store; collect again")
+            raise FileNotFoundError(f"{path} is missing from the activation store; collect again with --resume")
         expected, found = num_rows * layout.row_bytes, path.stat().st_size
         if found < expected or (exact and found > expected):
             problem = "truncated" if found < expected else "too long"
             raise ValueError(
-                f"{path} is {problem}: {num_rows} rows take {expected} bytes, it has {found}; collect again"
+                f"{path} is {problem}: {num_rows} rows take {expected} bytes, it has {found}; collect again with "
+                "--resume"
             )
     extra = sorted({path.name for path in directory.glob("*.mmap")} - set(layouts))
     if extra:
-        raise ValueError(f"{directory / extra[0]} does not belong to the store: its manifest does not list it")
+        raise ValueError(
+            f"{directory / extra[0]} does not belong to the store: its manifest does not list it; remove it"
+        )
+
+
+def sample_of(path: Path, num_bytes: int, num_blocks: int) -> str:
+    """sha256 of a few blocks of a file's first `num_bytes` bytes: of all of them where that is no more."""
+    digest, last = hashlib.sha256(), num_bytes - BLOCK_BYTES
+    starts = [last * place // max(1, num_blocks - 1) for place in range(num_blocks)]
+    if num_bytes <= num_blocks * BLOCK_BYTES:
+        starts = list(range(0, num_bytes, BLOCK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        for start in starts:
+            digest.update(os.pread(file.fileno(), min(BLOCK_BYTES, num_bytes - start), start))
+    return digest.hexdigest()
+
+
+def samples_of(directory: Path, manifest: StoreManifest) -> dict[str, str]:
+    """`sample_of` every file of a store; none without rows, whose files may still be missing."""
+    if manifest.num_rows == 0:
+        return {}
+    num_blocks = SAMPLED_BLOCKS if manifest.complete else 1
+    files = manifest.layout.files
+    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
+        found = pool.map(
+            lambda name: sample_of(directory / name, files[name].row_bytes * manifest.num_rows, num_blocks), files
+        )
+        return dict(zip(files, found, strict=True))
+
+
+def with_sums(directory: Path, manifest: StoreManifest) -> StoreManifest:
+    """The manifest with the sums of what is in the files; of a complete store all of them is read."""
+    sums: dict[str, str] = {}
+    if manifest.complete:
+        with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
+            names = list(manifest.layout.files)
+            sums = dict(zip(names, pool.map(lambda name: sha256_of(directory / name), names), strict=True))
+    return replace(manifest, samples=samples_of(directory, manifest), sums=sums)
+
+
+def check_contents(directory: Path, manifest: StoreManifest, *, verify: bool) -> None:
+    """ValueError names the files whose rows are not those that were collected (older stores have no sums)."""
+    found = samples_of(directory, manifest) if manifest.samples else {}
+    changed, flags = [name for name in found if found[name] != manifest.samples[name]], "--resume"
+    if verify and not changed:
+        changed, flags = changed_files(directory, manifest.sums), "--resume --verify"
+    if changed:
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise ValueError(
+            f"{directory}: {', '.join(changed[:4])}{more}: not as collected (changed, damaged, or another "
+            f"file's rows); collect again with {flags}"
+        )
+
+
+def sound_rows(directory: Path, manifest: StoreManifest, *, verify: bool) -> int:
+    """How many of the valid rows are there, whole: what a repair keeps. None of those of a store with rows that are not
+    as collected, since a sum does not say which these are."""
+    num_rows = manifest.num_rows
+    for name, layout in manifest.layout.files.items():
+        path = directory / name
+        size = path.stat().st_size if path.is_file() else -1  # a rank may have files of no columns
+        num_rows = min(num_rows, max(0, size) // layout.row_bytes if layout.row_bytes else num_rows * (size >= 0))
+    if num_rows < manifest.num_rows:
+        return num_rows
+    try:
+        check_contents(directory, manifest, verify=verify)
+    except ValueError:
+        return 0
+    return manifest.num_rows
 
 
 def check_free_space(directory: Path, layout: StoreLayout, num_rows: int, num_stored_rows: int = 0) -> None:

@@ -18,7 +18,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from data.differences import differences
 
@@ -29,6 +31,12 @@ LABEL_FORMATS = ("raw", "packed")
 SPLITS = ("train", "validation")
 BIT_ORDER: Literal["little"] = "little"
 ONE_PROCESS = {"dp_size": 1, "pp_size": 1, "tp_size": 1}
+# What a manifest may say: more is a damaged one, and would only take memory before a file is missed.
+Rank = Annotated[int, Meta(ge=0, lt=2**16)]
+NumRanks = Annotated[int, Meta(ge=1, le=2**16)]
+Width = Annotated[int, Meta(ge=1, le=2**30)]
+Layers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**16)], ...], Meta(max_length=2**12)]
+Columns = tuple[Annotated[int, Meta(ge=0, le=2**30)], Annotated[int, Meta(ge=0, le=2**30)]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +65,22 @@ class StorePart:
     pieces dp_rank, dp_rank + dp_size, ...
     """
 
-    dp_rank: int
-    dp_size: int
-    pp_rank: int
-    pp_size: int
-    tp_rank: int
-    tp_size: int
-    mlp_layers: tuple[int, ...]
-    attention_layers: tuple[int, ...]
-    neurons: tuple[int, int]
-    heads: tuple[int, int]
+    dp_rank: Rank
+    dp_size: NumRanks
+    pp_rank: Rank
+    pp_size: NumRanks
+    tp_rank: Rank
+    tp_size: NumRanks
+    mlp_layers: Layers
+    attention_layers: Layers
+    neurons: Columns
+    heads: Columns
 
     def __post_init__(self) -> None:
-        for name in ("mlp_layers", "attention_layers", "neurons", "heads"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
+        for name in ("neurons", "heads"):
+            start, stop = getattr(self, name)
+            if start > stop:
+                raise ValueError(f"part: {name} [{start}, {stop}) end before they begin")
 
     @property
     def name(self) -> str:
@@ -106,10 +116,10 @@ class StoreLayout:
     model: str
     config_hash: str
     dtype: str
-    layers: tuple[int, ...]
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
+    layers: Layers
+    hidden_size: Width
+    intermediate_size: Width
+    num_attention_heads: Width
     units: str = "both"
     label_format: str = "raw"
     definitions: Mapping[str, Any] = field(default_factory=dict)

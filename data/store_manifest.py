@@ -6,15 +6,21 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from data.store_layout import BIT_ORDER, ONE_PROCESS, SPLITS, StoreLayout, StorePart, layout_differences
+import msgspec
+
+from data.files import convert_json, parse_json
+from data.store_layout import BIT_ORDER, ONE_PROCESS, NumRanks, StoreLayout, layout_differences
 
 FORMAT = "dejavu-lab activation store"
 FORMAT_VERSION = 1
 VALIDATION_SHARE = 0.1
+MAX_PROCESSES = 2**16
+Row = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Sum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +28,12 @@ class DocumentRange:
     """Rows [start, stop) are consecutive tokens of one document; a long document may have several ranges."""
 
     document_id: str
-    start: int
-    stop: int
-    split: str
+    start: Row
+    stop: Row
+    split: Literal["train", "validation"]
 
 
-def split_documents(document_ids: Iterable[str]) -> dict[str, str]:
+def split_documents(document_ids: Iterable[str]) -> dict[str, Literal["train", "validation"]]:
     """Assign each document to `train` or `validation`: those of the lowest hashes validate.
 
     They are VALIDATION_SHARE of the documents, rounded, but at least one of two or more; a single document
@@ -38,9 +44,27 @@ def split_documents(document_ids: Iterable[str]) -> dict[str, str]:
     return {document_id: "validation" if rank < num_validation else "train" for rank, document_id in enumerate(ranked)}
 
 
+class _StoredRows(msgspec.Struct):
+    """What a manifest says besides its layout. `sums`: sha256 of each file of a complete store; `samples`: of a few
+    blocks of each. Stores of older versions have neither."""
+
+    command_line: str
+    git_commit: str | None
+    num_rows: Row
+    complete: bool
+    documents: list[DocumentRange]
+    files: dict[str, Any]
+    sums: dict[str, Sum] = {}
+    samples: dict[str, Sum] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreManifest:
-    """`manifest.json`: the only word on which rows are valid. `complete`: the collection reached its end."""
+    """`manifest.json`: the only word on which rows are valid. `complete`: the collection reached its end.
+
+    `samples`: a hash of a few blocks of each file's valid rows (`store_files.sample_of`), which is checked whenever a
+    store is opened; `sums`: the sha256 of each file once the store is complete, for `--verify`.
+    """
 
     layout: StoreLayout
     command_line: str
@@ -48,6 +72,8 @@ class StoreManifest:
     num_rows: int
     complete: bool
     documents: Sequence[DocumentRange]
+    sums: Mapping[str, str] = field(default_factory=dict)
+    samples: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def file_shapes(self) -> dict[str, dict[str, Any]]:
@@ -66,25 +92,35 @@ class StoreManifest:
             "git_commit": self.git_commit,
             "num_rows": self.num_rows,
             "complete": self.complete,
+            "sums": dict(self.sums),
+            "samples": dict(self.samples),
             "documents": [vars(document) for document in self.documents],
         }
         return json.dumps(record, indent=1) + "\n"
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Check strictly: KeyError, TypeError or ValueError says what is wrong."""
+    def from_record(cls, record: Mapping[str, Any], where: Path) -> Self:
+        """Check strictly: ValueError says what is wrong, and `where`."""
+        rows = convert_json(record, _StoredRows, where)
+        listed = rows.files
         manifest = cls(
-            layout=_layout(record),
-            documents=[DocumentRange(**document) for document in record["documents"]],
-            **{name: record[name] for name in ("command_line", "git_commit", "num_rows", "complete")},
+            layout=convert_json(record, StoreLayout, where),
+            **{name: getattr(rows, name) for name in _StoredRows.__struct_fields__ if name != "files"},
         )
-        expected, listed = manifest.file_shapes, dict(record["files"])
+        expected = manifest.file_shapes
         for name in sorted(expected.keys() | listed.keys()):
             if expected.get(name) != listed.get(name):
                 raise ValueError(
-                    f"{name} should be {expected.get(name)} by the layout, the manifest says {listed.get(name)}"
+                    f"{where}: {name} should be {expected.get(name)} by the layout, the manifest says "
+                    f"{str(listed.get(name))[:100]}"
                 )
-        manifest.check_documents()
+        for key in ("sums", "samples"):
+            if (found := getattr(rows, key)) and found.keys() != expected.keys():
+                raise ValueError(f"{where}: `{key}` are of other files than the layout's")
+        try:
+            manifest.check_documents()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         return manifest
 
     def check_documents(self) -> None:
@@ -92,14 +128,25 @@ class StoreManifest:
         position = 0
         splits: dict[str, str] = {}
         for document in self.documents:
-            is_known = document.split in SPLITS and isinstance(document.stop, int)
-            if not is_known or document.start != position or document.stop <= position:
+            if document.start != position or document.stop <= position:
                 raise ValueError(f"bad row range {document} (expected rows from {position})")
             if splits.setdefault(document.document_id, document.split) != document.split:
                 raise ValueError(f"document {document.document_id!r} is in both splits")
             position = document.stop
         if position != self.num_rows:
             raise ValueError(f"the documents hold {position} rows, num_rows says {self.num_rows}")
+
+
+class _Sizes(msgspec.Struct):
+    dp_size: NumRanks
+    pp_size: NumRanks
+    tp_size: NumRanks
+
+
+class _Shards(msgspec.Struct):
+    shards: _Sizes
+    command_line: str
+    git_commit: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,36 +172,35 @@ class ShardedManifest:
         return json.dumps(record, indent=1) + "\n"
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Check strictly: KeyError, TypeError or ValueError says what is wrong."""
-        sizes = {name: record["shards"][name] for name in ONE_PROCESS}
-        if not all(isinstance(size, int) and size >= 1 for size in sizes.values()):
-            raise ValueError(f"shards must give sizes >= 1, got {sizes}")
+    def from_record(cls, record: Mapping[str, Any], where: Path) -> Self:
+        """Check strictly: ValueError says what is wrong, and `where`."""
+        shards = convert_json(record, _Shards, where)
+        sizes = msgspec.structs.asdict(shards.shards)
+        if math.prod(sizes.values()) > MAX_PROCESSES:
+            raise ValueError(f"{where}: `shards`: {describe_sizes(sizes)} are more than {MAX_PROCESSES} processes")
         return cls(
-            layout=_layout(record), sizes=sizes, command_line=record["command_line"], git_commit=record["git_commit"]
+            layout=convert_json(record, StoreLayout, where),
+            sizes=sizes,
+            command_line=shards.command_line,
+            git_commit=shards.git_commit,
         )
 
 
 def parse_manifest(text: bytes, path: Path) -> StoreManifest | ShardedManifest:
-    """The manifest in `text`; every ValueError names `path`."""
+    """The manifest in `text`; every ValueError names `path`, and what to do if that is damaged."""
     try:
-        record = json.loads(text)
+        record = parse_json(text, dict[str, Any], path)
+        if record.get("format") != FORMAT:
+            raise ValueError(f"{path} is not the manifest of an activation store")
+        if record.get("format_version") != FORMAT_VERSION or isinstance(record["format_version"], bool):
+            found = str(record.get("format_version"))[:100]
+            raise ValueError(f"{path}: format_version {found} is unknown; this program reads {FORMAT_VERSION}")
+        if record.get("bit_order") != BIT_ORDER:
+            found = repr(record.get("bit_order"))[:100]
+            raise ValueError(f"{path}: bit_order {found} is unknown; this program reads {BIT_ORDER}")
+        return (ShardedManifest if "shards" in record else StoreManifest).from_record(record, path)
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the manifest of an activation store")
-    if record.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: format_version {record.get('format_version')!r} is unknown; this program reads {FORMAT_VERSION}"
-        )
-    try:
-        if record["bit_order"] != BIT_ORDER:
-            raise ValueError(f"bit_order {record['bit_order']!r} is unknown; this program reads {BIT_ORDER}")
-        return ShardedManifest.from_record(record) if "shards" in record else StoreManifest.from_record(record)
-    except KeyError as error:
-        raise ValueError(f"{path}: the manifest lacks {error}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{error}; if it is damaged, remove {path.parent} and collect again") from error
 
 
 def check_resumable(directory: Path, stored: StoreManifest | ShardedManifest, layout: StoreLayout) -> None:
@@ -184,8 +230,3 @@ def _head(layout: StoreLayout) -> dict[str, Any]:
     if layout.part is None:
         del record["part"]
     return {"format": FORMAT, "format_version": FORMAT_VERSION, **record, "bit_order": BIT_ORDER}
-
-
-def _layout(record: Mapping[str, Any]) -> StoreLayout:
-    values = {entry.name: record[entry.name] for entry in fields(StoreLayout) if entry.name != "part"}
-    return StoreLayout(**values, part=StorePart(**record["part"]) if "part" in record else None)

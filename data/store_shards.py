@@ -27,14 +27,14 @@ from data.store_manifest import DocumentRange, ShardedManifest, StoreManifest, d
 BLOCK_ROWS = 4096
 
 
-def open_files(directory: Path) -> MappedFiles | JoinedShards:
+def open_files(directory: Path, *, verify: bool = False) -> MappedFiles | JoinedShards:
     """The files of the store in `directory`, joined if they are shards; errors as `ActivationStore`."""
     manifest = read_manifest(directory)
     if isinstance(manifest, ShardedManifest):
-        return JoinedShards(directory, manifest)
+        return JoinedShards(directory, manifest, verify=verify)
     if manifest.layout.part is not None:
         raise ValueError(f"{directory} is one shard of a store; open the folder above it")
-    return MappedFiles(directory, manifest)
+    return MappedFiles(directory, manifest, verify=verify)
 
 
 class JoinedRows:
@@ -142,10 +142,12 @@ class JoinedShards:
     FileNotFoundError or ValueError names the shard that is missing or does not fit.
     """
 
-    def __init__(self, directory: Path, manifest: ShardedManifest) -> None:
+    def __init__(self, directory: Path, manifest: ShardedManifest, *, verify: bool = False) -> None:
         self._layout = manifest.layout
         names = shard_names(manifest.sizes)
-        self._replicas = [[_open_shard(directory / name, manifest) for name in replica] for replica in names]
+        self._replicas = [
+            [_open_shard(directory / name, manifest, verify=verify) for name in replica] for replica in names
+        ]
         for path in sorted(directory.glob("shard_*")):
             if not any(path.name in replica for replica in names):
                 raise ValueError(f"{path} does not belong to the store of {describe_sizes(manifest.sizes)}")
@@ -209,7 +211,7 @@ def _width(shard: MappedFiles, name: str) -> int:
     return 0 if file is None else file.width or 0
 
 
-def _open_shard(path: Path, whole: ShardedManifest) -> MappedFiles:
+def _open_shard(path: Path, whole: ShardedManifest, *, verify: bool) -> MappedFiles:
     if not (path / MANIFEST_NAME).is_file():
         raise FileNotFoundError(
             f"{path} is missing from the store, which was collected with {describe_sizes(whole.sizes)}; "
@@ -221,7 +223,7 @@ def _open_shard(path: Path, whole: ShardedManifest) -> MappedFiles:
         raise ValueError(f"{path} holds no shard of this name of a store of {describe_sizes(whole.sizes)}")
     if differences := layout_differences(whole.layout, replace(manifest.layout, part=None)):
         raise ValueError(f"{path} is a shard of another store: {'; '.join(differences)}")
-    return MappedFiles(path, manifest)
+    return MappedFiles(path, manifest, verify=verify)
 
 
 def _check_columns(layout: StoreLayout, block: str, shards: Sequence[MappedFiles]) -> None:

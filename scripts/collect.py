@@ -18,6 +18,7 @@ from data.corpora import TokenPiece, iter_documents, parse_corpus, token_pieces
 from data.shard_writer import Gather, open_shard_writer, shard_state, wait_for_shards
 from data.store_layout import StoreLayout, layout_differences
 from pipeline_parallel.engine import check_same_everywhere
+from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
 from sparse_predictor.collect import ActivationRecorder, Units, collect_documents, store_part
@@ -53,11 +54,19 @@ class Options(ModelOptions):
     layers: str = "all"
     """all, or a list such as 0,5-9."""
     resume: bool = False
-    """Continue a store that was interrupted."""
+    """Continue a store that was interrupted; of a damaged one collect again what is not whole (--verify: as found by
+    reading all of it)."""
 
 
 def main(options: Options) -> ActivationStore | None:
-    """Collect into `output_dir` and return the finished store, on the first of all processes (None: on the others)."""
+    """Collect into `output_dir`, which one run at a time may do, and return the finished store, on the first of all
+    processes (None: on the others)."""
+    with only_writing_run(options.output_dir):
+        return collect(options)
+
+
+def collect(options: Options) -> ActivationStore | None:
+    """As `main`; the caller sees to it that nobody else writes the store."""
     corpus = parse_corpus(options.corpus, side="train")
     if options.max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")
@@ -90,7 +99,7 @@ def main(options: Options) -> ActivationStore | None:
         },
         part=store_part(model, layers, **place) if mesh.world_size > 1 else None,
     )
-    if options.resume and (finished := finished_store(options.output_dir, layout, mesh.gather)) is not None:
+    if options.resume and (finished := finished_store(options, layout, mesh.gather)) is not None:
         logger.info(f"{options.output_dir} is complete: {finished.num_rows} rows, nothing to do")
         return finished
     pieces: Iterator[TokenPiece] = token_pieces(
@@ -116,6 +125,7 @@ def main(options: Options) -> ActivationStore | None:
             git_commit=environment_stamp()["commit"],
             expected_rows=options.max_tokens,
             resume=options.resume,
+            verify=options.verify,
         ) as writer,
         progress((), "collecting", quiet=options.quiet, total=options.max_tokens // mesh.dp_size, unit="tok") as bar,
     ):
@@ -166,14 +176,16 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
     return sorted(layers)
 
 
-def finished_store(directory: Path, layout: StoreLayout, gather: Gather) -> ActivationStore | None:
-    """The complete store of this very layout, if it is there; all processes ask together."""
+def finished_store(options: Options, layout: StoreLayout, gather: Gather) -> ActivationStore | None:
+    """The complete store of this very layout, if it is there, undamaged; all processes ask together."""
+    directory, verify = options.output_dir, options.verify
     if layout.part is not None:
-        is_complete = all(gather(shard_state(directory, layout, resume=True).complete))
+        is_complete = all(gather(shard_state(directory, layout, resume=True, verify=verify).complete))
         return ActivationStore(directory) if is_complete else None
-    if not (directory / "manifest.json").is_file():
-        return None
-    store = ActivationStore(directory)
+    try:
+        store = ActivationStore(directory, verify=verify)
+    except (FileNotFoundError, ValueError):
+        return None  # the writer repairs it, or says why it cannot
     return store if store.manifest.complete and not layout_differences(store.layout, layout) else None
 
 

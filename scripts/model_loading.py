@@ -52,6 +52,8 @@ class ModelOptions:
     """Ranks that share each layer (tensor parallel)."""
     pp_size: int = 1
     """Pipeline stages; what tp and pp leave of torchrun's ranks is data parallel."""
+    verify: bool = False
+    """Read all of the files first, and compare them with the sums that they were written with."""
 
     def load(self) -> LoadedModel:
         """Load this rank's part of the model; ValueError or FileNotFoundError says what is wrong with the flags or

@@ -75,7 +75,7 @@ def test_resuming_after_a_crash_at_any_byte_gives_the_uninterrupted_store(
             num_more = data.draw(st.integers(0, len(uninterrupted[name]) - num_valid + 3), label=name)
             with open(path, "ab") as file:
                 file.write((uninterrupted[name][num_valid:] + b"???")[:num_more])
-        (crashed / "manifest.json.tmp").write_bytes(b'{"format": "deja')
+        (crashed / "manifest.json.1234.tmp").write_bytes(b'{"format": "deja')
         assert ActivationStore(crashed).num_rows == sum(lengths[:num_flushed])
         assert not ActivationStore(crashed).manifest.complete
 
@@ -128,29 +128,6 @@ def test_kill_minus_nine_then_resume_equals_a_run_that_was_never_killed(
     assert start("whole", num_documents + 5).wait() == 0
     assert read_folder(tmp_path / "killed") == read_folder(tmp_path / "whole")
     assert ActivationStore(tmp_path / "killed").manifest.complete
-
-
-@pytest.mark.parametrize("name", ["token_ids.mmap", "mlp_label_10.mmap"])
-@pytest.mark.parametrize("damage", ["one byte short", "missing"])
-def test_resuming_names_a_file_that_lost_valid_rows(
-    tmp_path: Path,
-    make_layout: Callable[..., StoreLayout],
-    make_document: Callable[..., Any],
-    name: str,
-    damage: str,
-) -> None:
-    layout = make_layout()
-    collect(tmp_path, layout, make_document, [3, 4], complete=False)
-    if damage == "missing":
-        (tmp_path / name).unlink()
-    else:
-        os.truncate(tmp_path / name, (tmp_path / name).stat().st_size - 1)
-    for reopen in (
-        lambda: ActivationStore(tmp_path),
-        lambda: ActivationStoreWriter(tmp_path, layout, resume=True),
-    ):
-        with pytest.raises((ValueError, FileNotFoundError), match=f"{name} is (truncated|missing)"):
-            reopen()
 
 
 def test_a_run_killed_before_its_first_data_file_resumes_from_nothing(
@@ -206,7 +183,7 @@ def test_the_manifest_moves_only_when_every_data_file_is_on_the_disk(
         writer.flush()
         monkeypatch.undo()
     assert set(events[: len(layout.files)]) == set(layout.files)
-    assert events[len(layout.files) :] == ["manifest.json.tmp", "replace", tmp_path.name]
+    assert events[len(layout.files) :] == [f"manifest.json.{os.getpid()}.tmp", "replace", tmp_path.name]
 
 
 def test_a_full_disk_leaves_the_last_flush_readable(
@@ -225,7 +202,9 @@ def test_a_full_disk_leaves_the_last_flush_readable(
 
     monkeypatch.setattr("data.store_files.os.fsync", no_space)
     writer.append_document("1", *make_document(layout, "1", 3))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(
+        OSError, match=r"token_ids.mmap: no space left .*; free space there, then continue with --resume"
+    ):
         writer.close()
     monkeypatch.undo()
     assert ActivationStore(tmp_path).num_rows == 3
@@ -258,14 +237,6 @@ def test_a_batch_becomes_valid_as_a_whole(
             assert ActivationStore(tmp_path).num_rows == 4
     writer.close()
     assert ActivationStore(tmp_path).num_rows == 8
-
-
-def test_one_process_at_a_time_writes_a_store(tmp_path: Path, make_layout: Callable[..., StoreLayout]) -> None:
-    writer = ActivationStoreWriter(tmp_path, make_layout())
-    with pytest.raises(BlockingIOError, match="another process is writing to"):
-        ActivationStoreWriter(tmp_path, make_layout(), resume=True)
-    writer.close()
-    ActivationStoreWriter(tmp_path, make_layout(), resume=True).close()
 
 
 def test_resuming_with_another_corpus_is_refused(

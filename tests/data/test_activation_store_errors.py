@@ -64,7 +64,10 @@ def test_a_complete_store_with_surplus_rows_is_refused(store_dir: Path) -> None:
         ({"layers": "1"}, "manifest.json: "),
         ({"documents": [{"document_id": "0", "start": 0, "stop": 6}]}, "manifest.json: .*split"),
         ({"documents": [{"document_id": "0", "start": 1, "stop": 6, "split": "train"}]}, "bad row range"),
-        ({"documents": [{"document_id": "0", "start": 0, "stop": "6", "split": "train"}]}, "bad row range"),
+        (
+            {"documents": [{"document_id": "0", "start": 0, "stop": "6", "split": "train"}]},
+            r"`documents\[0\].stop`: expected `int`",
+        ),
         ({"documents": [{"document_id": "0", "start": 0, "stop": 4, "split": "train"}]}, "hold 4 rows"),
         (
             {
@@ -90,14 +93,14 @@ def test_a_manifest_without_a_key_names_it(store_dir: Path) -> None:
     record = json.loads(path.read_text())
     del record["config_hash"]
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="the manifest lacks 'config_hash'"):
+    with pytest.raises(ValueError, match="missing required field `config_hash`; if it is damaged, remove"):
         ActivationStore(store_dir)
 
 
 @pytest.mark.parametrize("content", [b'{"format', b"\xff\xfe", b"[]"])
 def test_a_manifest_that_is_not_json_is_named(store_dir: Path, content: bytes) -> None:
     (store_dir / "manifest.json").write_bytes(content)
-    with pytest.raises(ValueError, match="manifest.json(: not JSON| is not the manifest)"):
+    with pytest.raises(ValueError, match="manifest.json: (not JSON|expected `object`)"):
         ActivationStore(store_dir)
 
 
@@ -126,7 +129,7 @@ def test_a_store_is_never_overwritten_or_mixed(store_dir: Path, make_layout: Lay
     with pytest.raises(ValueError, match="corpus is 'self:0' in the store, 'c4:train' now"):
         ActivationStoreWriter(store_dir, make_layout(definitions={"corpus": "c4:train"}), resume=True)
     (store_dir / "manifest.json").unlink()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="remove it, since it lacks its manifest"):
         ActivationStoreWriter(store_dir, make_layout())
     with pytest.raises(FileNotFoundError, match="is no activation store"):
         ActivationStoreWriter(store_dir, make_layout(), resume=True)

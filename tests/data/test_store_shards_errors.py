@@ -126,7 +126,7 @@ def test_complete_shards_whose_pieces_do_not_interleave_are_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shards": {"tp_size": 0}}, "shards must give sizes >= 1"),
+        ({"shards": {"tp_size": 0}}, "`shards.tp_size`: expected `int` >= 1"),
         ({"shards": []}, "manifest.json: "),
         ({"layers": [3, 1]}, "layers must be distinct"),
         ({"bit_order": "big"}, "bit_order 'big' is unknown"),

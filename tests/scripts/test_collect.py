@@ -1,6 +1,7 @@
 """The collect stage: what it stores, against Hugging Face's own modules; padding, resuming, refusals."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 import scripts.collect
 from data.activation_store import ActivationStore, ActivationStoreWriter
+from data.files import only_writer
 from scripts.collect import Options, main, parse_layers
 from scripts.command_line import run_stage
 from sparse_predictor.collect import ActivationRecorder
@@ -250,6 +252,36 @@ def test_an_existing_store_is_refused_without_resume_and_kept(
     assert (store.directory / "mlp_x_0.mmap").read_bytes() == before and ActivationStore(store.directory).num_rows
     changed = [*arguments(llama, tmp_path, **{"layers": "0"}), "--resume"]
     assert "cannot resume" in one_error_line(main, Options, changed, capsys)
+
+
+def test_one_run_at_a_time_collects_into_a_store(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with only_writer(tmp_path / "store"):
+        line = one_error_line(main, Options, arguments(llama, tmp_path), capsys)
+        assert f"{tmp_path}/store is being written by process " in line and not (tmp_path / "store").exists()
+    assert main(Options(model=str(llama), corpus=f"{tmp_path}/corpus.jsonl", output_dir=tmp_path / "store", quiet=True))
+
+
+def test_a_damaged_store_is_repaired_by_collecting_with_resume(llama: Path, tmp_path: Path) -> None:
+    def run(directory: Path, **more: Any) -> ActivationStore:
+        corpus = write_corpus(tmp_path / "corpus.jsonl", ragged_documents())
+        return main(Options(model=str(llama), corpus=corpus, output_dir=directory, batch_size=1, quiet=True, **more))
+
+    def files(directory: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+    run(tmp_path / "whole")
+    run(tmp_path / "store")
+    for damage in (
+        lambda path: os.truncate(path, path.stat().st_size - 100),
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes((tmp_path / "store/mlp_x_1.mmap").read_bytes()),
+        lambda path: path.write_bytes(path.read_bytes() + b"more"),
+    ):
+        damage(tmp_path / "store/att_x_1.mmap")
+        with pytest.raises((ValueError, FileNotFoundError), match=r"att_x_1.mmap.*collect again with --resume"):
+            ActivationStore(tmp_path / "store")
+        run(tmp_path / "store", resume=True)
+        assert files(tmp_path / "store") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
