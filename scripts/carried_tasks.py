@@ -32,14 +32,17 @@ from scripts.command_line import progress, run_stage
 from scripts.evaluate import PERPLEXITY
 from scripts.lm_eval_tasks import TaskOptions, expand_presets, load_benchmarks
 from scripts.model_loading import LoadedModel, RunOptions, model_name, resolve_model
-from scripts.run_records import RecordBook, model_labels, selection_labels, sources_of
+from scripts.run_records import RecordBook, model_labels, run_labels, sources_of
 from scripts.selection_options import SweepOptions, attach_each
 from scripts.task_runs import TaskRun, evaluate_benchmark, records_of_runs
 from sparse_predictor.selection import Selection, remove_sparsity
 
 FORMAT, FORMAT_VERSION = "requests of lm-eval's tasks", 1
 ANSWERS = "answers"
-OF_THE_SELECTION = ("method", "mlp_density", "head_density", "phase")
+OF_THE_SELECTION = (
+    "method", "mlp_density", "head_density", "phase", "label", "predictors", "density_budget", "lookahead",
+    "standin_rank",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,12 +197,12 @@ def answer(options: Answer) -> list[Record]:
     attach_each(loaded.model, selections)
     book = RecordBook(options.output, loaded.mesh, resume=options.resume)
     answerer = Answerer(loaded, BatchSizes(loaded, fixed=options.batch_size), quiet=options.quiet)
-    of_the_model = model_labels(loaded, options, options.density_budget)
+    of_the_model = model_labels(loaded, options, options.label)
     found: list[Record] = []
     for one in asked:
         digests = [call.digest for call in one.calls]
         for selection in (Selection(), *selections):
-            thinned = selection_labels(selection, loaded.model.config.num_hidden_layers)
+            thinned = run_labels(selection, loaded.model.config.num_hidden_layers)
             labels = {**of_the_model, **thinned, "task": one.run["task"]}
             same: dict[str, Any] = {"run": {**one.run, "asked": digests}, "sources": sources_of(loaded, selection)}
             if there := book.find(ANSWERS, labels, **same):
@@ -268,7 +271,7 @@ def _groups(paths: Sequence[Path]) -> list[list[Record]]:
     for first, *_ in found:
         if first["labels"]["method"] != "dense":
             labels = {**first["labels"], **first["run"]}
-            which = ", ".join(f"{name} {labels[name]}" for name in ("dtype", "batch_size", "density_budget", "limit"))
+            which = ", ".join(f"{name} {labels[name]}" for name in ("dtype", "batch_size", "limit"))
             raise ValueError(
                 f"{', '.join(map(str, paths))}: no dense answers of {labels['task']} ({which}), and dense is the "
                 "baseline of all records: give their file, too, or answer again"

@@ -47,7 +47,7 @@ def main(options: Options) -> list[Record]:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
     documents = read_documents(loaded, options) if PERPLEXITY in tasks else []
     book = RecordBook(options.output, loaded.mesh, resume=options.resume)
-    labels = model_labels(loaded, options, options.density_budget)
+    labels = model_labels(loaded, options, options.label)
     records = perplexity_records(loaded, documents, options, selections, labels, book) if documents else []
     records += benchmark_records(loaded, benchmarks, options, selections, labels, book, limit=options.limit)
     if loaded.mesh.rank == 0:

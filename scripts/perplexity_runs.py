@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +14,23 @@ import torch
 from loguru import logger
 
 from analysis.results import Record, make_record
+from data.bootstrap import Resampling
 from data.corpora import iter_documents, parse_corpus, token_documents
 from modules.generation import generate
-from modules.requests import GenerationRequest, GenerationTimings
+from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.scoring import Likelihood, Window, check_window, score_windows, windows_likelihood
 from pipeline_parallel.engine import check_same_everywhere, exchange_of
 from scripts.command_line import progress
 from scripts.model_loading import LoadedModel, RunOptions
-from scripts.run_records import RecordBook, achieved_on_mesh, execution_of, hash_of, selection_labels, sources_of
+from scripts.run_records import RecordBook, achieved_on_mesh, execution_of, hash_of, run_labels, sources_of
 from sparse_predictor.metrics import measure_selection
-from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity
+from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from sparse_predictor.thinning import is_thinning
 
 PROMPT_TOKENS = 64  # of a timed decoding
+FIRST_WINDOWS = 60  # older figures are of so many
+MAX_EXPONENT = 700.0
+TIMED_RUNS = 5
 LEAST = {"max_windows": 1, "max_tokens": 1, "quality_windows": 0, "decode_tokens": 0}
 
 
@@ -51,10 +56,61 @@ class PerplexityOptions(RunOptions):
 
 @dataclass(frozen=True)
 class Score:
-    """One run over the text: of all ranks, and the time until the last one was done."""
+    """One run over the text, of all ranks: the likelihood of each window, in order, and how long it took."""
 
-    perplexity: float
+    windows: list[Likelihood]
     seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """Of the whole text."""
+        return sum(self.windows, Likelihood()).perplexity
+
+    @property
+    def first(self) -> float:
+        """Of the first `FIRST_WINDOWS`."""
+        return sum(self.windows[:FIRST_WINDOWS], Likelihood()).perplexity
+
+    def to_record(self) -> dict[str, list[float]]:
+        """Negative log-likelihood (nats) and scored tokens per window."""
+        return {
+            "nll": [round(one.nll_sum, 4) for one in self.windows],
+            "tokens": [one.num_tokens for one in self.windows],
+        }
+
+
+def score_of(record: Record) -> Score:
+    """What a record says of its run; without windows if it was written before they were kept."""
+    parts = record.get("windows") or {"nll": [], "tokens": []}
+    windows = [Likelihood(nll, tokens) for nll, tokens in zip(parts["nll"], parts["tokens"], strict=True)]
+    return Score(windows, record["timing"]["seconds"])
+
+
+def compared(sparse: Score, dense: Score) -> dict[str, Any]:
+    """Of a record: the 95 % interval of the ratio of perplexities, by drawing the windows again, for both runs the
+    same ones; and both perplexities of the first windows, where there are more."""
+    found: dict[str, Any] = {}
+    if len(sparse.windows) != len(dense.windows) or len(sparse.windows) < 2:
+        return found
+    lost = [ours.nll_sum - theirs.nll_sum for ours, theirs in zip(sparse.windows, dense.windows, strict=True)]
+    tokens = torch.tensor([one.num_tokens for one in sparse.windows])
+    resampling = Resampling(len(lost), seed=0)
+    log_ratio = sum(lost) / int(tokens.sum())
+    ends = resampling.interval(log_ratio, resampling.ratios(torch.tensor(lost, dtype=torch.float64), tokens))
+    if max(ends) < MAX_EXPONENT:
+        found["ratio_interval"] = [math.exp(end) for end in ends]
+    if len(sparse.windows) > FIRST_WINDOWS:
+        found["first_windows"] = {"num": FIRST_WINDOWS, "perplexity": sparse.first, "dense": dense.first}
+    return found
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Speeds (tokens/s) of the timed runs, and the densities that they computed while generating."""
+
+    speeds: list[float]
+    mlp_density: float
+    head_density: float
 
 
 def check_options(options: PerplexityOptions) -> None:
@@ -98,49 +154,55 @@ def score_documents(
     """Perplexity over whole documents, with all ranks."""
     model, mesh, batch_size = loaded.model, loaded.mesh, options.batch_size
     # Batches are dealt to the replicas, not windows: the same ones run together however many replicas there are.
-    windows = [
-        piece
+    mine = [
+        (place, piece)
         for place, piece in enumerate(all_windows(documents, options))
         if place // batch_size % mesh.dp_size == mesh.dp_rank
     ]
-    num_tokens = sum(piece.num_scored for piece in windows)
+    num_tokens = sum(piece.num_scored for _, piece in mine)
+    heard: list[Likelihood] = []
     started = time.perf_counter()
     with progress((), title, quiet=options.quiet, unit="tok", total=num_tokens) as bar:
-        likelihood = windows_likelihood(
-            model,
-            windows,
-            batch_size=batch_size,
-            on_window=lambda piece, found: bar.update(piece.num_scored),
-        )
+
+        def on_window(piece: Window, found: Likelihood) -> None:
+            heard.append(found)
+            bar.update(piece.num_scored)
+
+        windows_likelihood(model, [piece for _, piece in mine], batch_size=batch_size, on_window=on_window)
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     # Stages without the head have nothing to add, and tensor-parallel ranks all know the same: the first ones count.
-    likelihood = sum(mesh.gather(likelihood)[:: mesh.tp_size], Likelihood())
-    return Score(likelihood.perplexity, time.perf_counter() - started)
+    parts = mesh.gather([(place, found) for (place, _), found in zip(mine, heard, strict=True) if found.num_tokens])
+    windows = dict(pair for part in parts[:: mesh.tp_size] for pair in part)
+    score = Score([windows[place] for place in sorted(windows)], time.perf_counter() - started)
+    score.perplexity  # noqa: B018 (ValueError where nothing was scored)
+    return score
 
 
-def decode_speed(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) -> float:
-    """Tokens a second of greedy decoding at batch 1; the prompt is not counted and EOS does not stop it.
-
-    Of one replica: each does the same, and rank 0 records the time of its own.
+def decode_once(loaded: LoadedModel, prompt: Sequence[int], num_tokens: int) -> tuple[float, GenerationResult]:
+    """Tokens/s of greedy decoding at batch 1, and what was generated; the prompt is not counted and EOS does not stop
+    it. Of one replica: each does the same, and rank 0 records the time of its own.
     """
     timings = GenerationTimings()
     request = GenerationRequest(prompt_token_ids=prompt, max_new_tokens=num_tokens + 1)
-    generate(loaded.model, [request], eos_token_ids=(), timings=timings, exchange=exchange_of(loaded.mesh))
-    return timings.decode_tokens_per_s
+    (found,) = generate(loaded.model, [request], eos_token_ids=(), timings=timings, exchange=exchange_of(loaded.mesh))
+    return timings.decode_tokens_per_s, found
 
 
 def decode_speeds(
     loaded: LoadedModel, selection: Selection, prompt: Sequence[int], num_tokens: int
-) -> tuple[float, float]:
-    """(sparse, dense) decode speed: median of three, the two alternating so that both see the same machine."""
-    speeds: dict[Method, list[float]] = {"dense": [], selection.method: []}
-    for _ in range(4):
-        for chosen in (Selection(), selection):
+) -> tuple[Decoded, Decoded]:
+    """(sparse, dense): the two alternate, so that both see the same machine; the first run of each warms up."""
+    runs: dict[bool, list[tuple[float, GenerationResult]]] = {False: [], True: []}
+    for _ in range(1 + TIMED_RUNS):
+        for is_sparse, chosen in ((False, Selection()), (True, selection)):
             attach_selection(loaded.model, chosen)
-            speeds[chosen.method].append(decode_speed(loaded, prompt, num_tokens))
-    # The first of each warms up.
-    return median(speeds[selection.method][1:]), median(speeds["dense"][1:])
+            runs[is_sparse].append(decode_once(loaded, prompt, num_tokens))
+    sparse, dense = (
+        Decoded([speed for speed, _ in timed[1:]], timed[-1][1].mlp_density, timed[-1][1].head_density)
+        for timed in (runs[True], runs[False])
+    )
+    return sparse, dense
 
 
 def perplexity_records(
@@ -159,7 +221,7 @@ def perplexity_records(
         "stride": options.stride or options.window,
         "num_tokens": sum(piece.num_scored for piece in all_windows(documents, options)),
     }
-    dense_labels = {**labels, **selection_labels(Selection(), loaded.model.config.num_hidden_layers)}
+    dense_labels = {**labels, **run_labels(Selection(), loaded.model.config.num_hidden_layers)}
     sources = sources_of(loaded, Selection(), documents)
     found = book.find("perplexity", dense_labels, sources=sources)[-1:]
     if not found:
@@ -168,10 +230,18 @@ def perplexity_records(
         dense_labels["execution"] = "dense"
         timing = {"seconds": score.seconds}
         record = make_record(
-            "perplexity", dense_labels, "perplexity", score.perplexity, "", timing=timing, sources=sources
+            "perplexity",
+            dense_labels,
+            "perplexity",
+            score.perplexity,
+            "",
+            timing=timing,
+            sources=sources,
+            windows=score.to_record(),
+            **compared(score, score),
         )
         found = book.write([record])
-    dense = Score(found[0]["value"], found[0]["timing"]["seconds"])
+    dense = found[0]
     for selection in selections:
         found = found + _sparse_records(loaded, documents, options, selection, labels, dense, book)
     return found
@@ -183,12 +253,12 @@ def _sparse_records(
     options: PerplexityOptions,
     selection: Selection,
     labels: Mapping[str, Any],
-    dense: Score,
+    dense: Record,
     book: RecordBook,
 ) -> list[Record]:
     """One sparse run: its perplexity record and, if asked for, its decode speed."""
     model, num_layers = loaded.model, loaded.model.config.num_hidden_layers
-    labels = {**labels, **selection_labels(selection, num_layers)}
+    labels = {**labels, **run_labels(selection, num_layers)}
     decode_labels = {**labels, "batch_size": 1, "num_tokens": options.decode_tokens}
     sources = sources_of(loaded, selection, documents)
     there = book.find("perplexity", labels, sources=sources)[-1:]
@@ -214,28 +284,34 @@ def _sparse_records(
             "perplexity",
             score.perplexity,
             "",
-            baseline={"name": "dense", "value": dense.perplexity},
+            baseline={"name": "dense", "value": dense["value"]},
             achieved=done,
-            timing={"seconds": score.seconds, "dense_seconds": dense.seconds},
+            timing={"seconds": score.seconds, "dense_seconds": dense["timing"]["seconds"]},
             sources=sources,
+            windows=score.to_record(),
+            **compared(score, score_of(dense)),
             **measured,
         )
     ]
     if options.decode_tokens:
         prompt = documents[0][: min(PROMPT_TOKENS, options.window)]
-        sparse_speed, dense_speed = decode_speeds(loaded, selection, prompt, options.decode_tokens)
-        if sparse_speed < dense_speed:
-            logger.info(f"{title} decodes at {sparse_speed / dense_speed:.2f} of the dense speed here: dense is faster")
+        ours, theirs = decode_speeds(loaded, selection, prompt, options.decode_tokens)
+        speed, dense_speed = median(ours.speeds), median(theirs.speeds)
+        if speed < dense_speed:
+            logger.info(f"{title} decodes at {speed / dense_speed:.2f} of the dense speed here: dense is faster")
         execution = "mask" if is_thinning(selection.method) else "gather"
         records.append(
             make_record(
                 "decode",
                 {**decode_labels, "execution": execution},
                 "tokens_per_s",
-                sparse_speed,
+                speed,
                 "tokens/s",
                 baseline={"name": "dense", "value": dense_speed},
                 sources=sources,
+                achieved={"mlp_density": ours.mlp_density, "head_density": ours.head_density},
+                samples=ours.speeds,
+                baseline_samples=theirs.speeds,
             )
         )
     remove_sparsity(model)

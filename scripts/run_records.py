@@ -11,7 +11,7 @@ from typing import Any
 from loguru import logger
 
 from analysis.results import Record, append_record, finished_records
-from modules.checkpoint_files import checkpoint_fingerprint
+from modules.checkpoint_files import checkpoint_fingerprint, read_manifest
 from modules.sparsity import SparsityStats
 from pipeline_parallel.fused_junction import describe_all_reduce
 from pipeline_parallel.mesh import ParallelMesh
@@ -19,13 +19,14 @@ from pipeline_parallel.overlap import overlap_tokens
 from scripts.model_loading import LoadedModel, ModelOptions
 from sparse_predictor.budgets import predictors_id
 from sparse_predictor.cost import achieved, own_density
-from sparse_predictor.selection import Selection
+from sparse_predictor.selection import WITHOUT_FILES, Selection
+from sparse_predictor.store import parse_manifest
 
 AFTERWARDS = ("execution",)  # what a label says only after the run
 
 
-def model_labels(loaded: LoadedModel, options: ModelOptions, density_budget: Path | None) -> dict[str, Any]:
-    """Of every record that is measured on this model with these flags."""
+def model_labels(loaded: LoadedModel, options: ModelOptions, label: str | None = None) -> dict[str, Any]:
+    """Of every record that is measured on this model with these flags; `label` is what --label calls the run."""
     mesh = loaded.mesh
     labels: dict[str, Any] = {
         "model": loaded.model_id,
@@ -33,8 +34,10 @@ def model_labels(loaded: LoadedModel, options: ModelOptions, density_budget: Pat
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "weights": "trained",
         "seed": options.seed,
-        "density_budget": density_budget and density_budget.stem,
+        "label": label,
     }
+    if (file := gguf_source(loaded.directory)) is not None:
+        labels["converted_from"] = file
     if mesh.world_size > 1:
         labels |= {"tp_size": mesh.tp_size, "pp_size": mesh.pp_size, "dp_size": mesh.dp_size}
     if mesh.tp_size > 1:
@@ -77,6 +80,30 @@ def selection_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
         "head_density": round(mean(targets["attention"]), 6),
         "phase": selection.sparse_phases,
     }
+
+
+def run_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
+    """`selection_labels`, and what tells two runs of one method apart: the folder of predictors, the budget (`trained`:
+    the one that the predictors were trained for), how far back the predictors look, and the rank of their stand-in."""
+    labels = {**selection_labels(selection, num_layers), "predictors": None, "density_budget": None}
+    if selection.method == "dense":
+        return {**labels, "label": None}  # dense is dense, whatever the runs beside it are called
+    if selection.predictors is not None and selection.method not in WITHOUT_FILES:
+        labels["predictors"] = selection.predictors.resolve().name
+    if selection.budget() is not None:
+        budget = selection.density_budget
+        labels["density_budget"] = budget.stem if isinstance(budget, Path) else "trained"
+    if selection.method == "predictor" and selection.predictors is not None:
+        manifest = parse_manifest(selection.predictors)
+        labels |= {"lookahead": manifest.lookahead, "standin_rank": manifest.standin_rank}
+    return labels
+
+
+def gguf_source(checkpoint: Path) -> str | None:
+    """Name of the GGUF file that a checkpoint was converted from, None of another source: its weights have the values
+    of that file's types, often of 4 bits, whatever they are stored as now."""
+    source = str((read_manifest(checkpoint) or {}).get("source", ""))
+    return Path(source).name if source.endswith(".gguf") else None
 
 
 def achieved_on_mesh(loaded: LoadedModel, selection: Selection, own_stats: SparsityStats) -> dict[str, Any]:

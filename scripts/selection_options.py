@@ -59,6 +59,8 @@ class SweepOptions:
     """JSON file with one density a layer (see scripts.budget)."""
     sparse_phases: SparsePhases = "all"
     """all: each scored token selects for itself, as when decoded. decode leaves scoring dense."""
+    label: str | None = None
+    """What tables call these runs, beside the method: say it where predictors of two kinds are compared."""
     resume: bool = False
     """Keep the records that the output already holds, and do the other runs."""
 

@@ -22,7 +22,7 @@ from scripts.answerer import Answerer
 from scripts.batch_sizes import BatchSizes
 from scripts.lm_eval_tasks import Benchmark, progress_bars, templates_kept
 from scripts.model_loading import LoadedModel, ModelOptions
-from scripts.run_records import RecordBook, execution_of, selection_labels, sources_of
+from scripts.run_records import RecordBook, execution_of, run_labels, sources_of
 from sparse_predictor.selection import Selection, remove_sparsity
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def benchmark_records(
     answerer = Answerer(loaded, BatchSizes(loaded, fixed=options.batch_size), quiet=options.quiet)
     runs = [
         TaskRun(
-            labels={**labels, **selection_labels(selection, loaded.model.config.num_hidden_layers)},
+            labels={**labels, **run_labels(selection, loaded.model.config.num_hidden_layers)},
             sources=sources_of(loaded, selection),
             begin=partial(answerer.attach, selection),
         )

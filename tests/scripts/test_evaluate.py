@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from analysis.results import read_records
+from modules.scoring import Likelihood
+from scripts import perplexity_runs
 from scripts.command_line import run_stage
 from scripts.evaluate import Options, main
+from scripts.run_records import gguf_source
 from tests.modules.tiny_kinds import KINDS, LLAMA
 from tests.sparse_predictor.tiny_stages import (
     collect,
@@ -151,6 +155,81 @@ def test_decode_speed_is_timed_beside_dense(folder: Path, tmp_path: Path) -> Non
     assert speed["value"] > 0 and speed["baseline"]["value"] > 0
     assert speed["ratio"] == pytest.approx(speed["value"] / speed["baseline"]["value"])
     assert speed["labels"]["batch_size"] == 1 and speed["labels"]["num_tokens"] == 5
+
+
+def test_a_decode_speed_has_its_samples_and_the_density_while_generating(folder: Path, tmp_path: Path) -> None:
+    _, quality, speed = evaluate(folder, tmp_path / "r.jsonl", method=("cats",), mlp_density=(0.5,), decode_tokens=6)
+    assert speed["value"] == median(speed["samples"]) and len(speed["samples"]) == perplexity_runs.TIMED_RUNS
+    assert speed["baseline"]["value"] == median(speed["baseline_samples"])
+    assert 0 < speed["achieved"]["mlp_density"] < 1 and speed["achieved"]["head_density"] == 1.0
+    assert speed["achieved"]["mlp_density"] != quality["achieved"]["mlp_density"], "of another text"
+    assert speed["sources"] == quality["sources"], "one configuration"
+
+
+def test_every_window_is_kept_and_the_ratio_has_an_interval_over_windows(folder: Path, tmp_path: Path) -> None:
+    dense, sparse = evaluate(folder, tmp_path / "r.jsonl", method=("static",), mlp_density=(0.3,))
+    for record in (dense, sparse):
+        nll, tokens = record["windows"]["nll"], record["windows"]["tokens"]
+        assert tokens == [31, 7, 31, 31, 1, 31] and sum(tokens) == record["labels"]["num_tokens"]
+        assert math.exp(sum(nll) / sum(tokens)) == pytest.approx(record["value"], rel=1e-5)
+    low, high = sparse["ratio_interval"]
+    assert low < sparse["ratio"] < high and dense["ratio_interval"] == [1.0, 1.0]
+    (alone,) = evaluate(folder, tmp_path / "one.jsonl", max_windows=1)
+    assert "ratio_interval" not in alone and "first_windows" not in sparse
+
+
+def test_an_interval_is_of_windows_drawn_alike_for_both_runs(folder: Path, tmp_path: Path) -> None:
+    def score(*nll: float) -> perplexity_runs.Score:
+        return perplexity_runs.Score([Likelihood(one, 10) for one in nll], 0.0)
+
+    # Windows of very different difficulty, of each of which the sparse run loses a tenth of a nat per token.
+    dense, sparse = score(5.0, 50.0, 20.0), score(6.0, 51.0, 21.0)
+    ends = perplexity_runs.compared(sparse, dense)["ratio_interval"]
+    assert ends == pytest.approx([math.exp(0.1)] * 2)
+    assert perplexity_runs.compared(sparse, score(1.0)) == {}, "of other windows"
+    assert "ratio_interval" not in perplexity_runs.compared(score(1e6, 2e6), score(1.0, 1.0))
+
+
+def test_the_first_windows_have_their_perplexity_in_the_same_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perplexity_runs, "FIRST_WINDOWS", 2)
+    dense, sparse = evaluate(folder, tmp_path / "r.jsonl", method=("static",), mlp_density=(0.3,))
+    few = evaluate(folder, tmp_path / "few.jsonl", method=("static",), mlp_density=(0.3,), max_windows=2)
+    assert sparse["first_windows"] == {
+        "num": 2,
+        "perplexity": pytest.approx(few[1]["value"], rel=1e-5),
+        "dense": pytest.approx(few[0]["value"], rel=1e-5),
+    }
+    assert dense["first_windows"]["perplexity"] == dense["first_windows"]["dense"]
+    assert "first_windows" not in few[0]
+
+
+def test_a_resumed_sweep_has_the_interval_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+    whole = evaluate(folder, tmp_path / "whole.jsonl", method=("static",), mlp_density=(0.3,))
+    evaluate(folder, tmp_path / "r.jsonl", method=("dense",))
+    resumed = evaluate(folder, tmp_path / "r.jsonl", method=("static",), mlp_density=(0.3,), resume=True)
+    assert resumed[1]["ratio_interval"] == pytest.approx(whole[1]["ratio_interval"], rel=1e-5)
+
+
+def test_labels_name_the_run_its_predictors_and_its_budget(folder: Path, tmp_path: Path) -> None:
+    budget = tmp_path / "greedy.json"
+    budget.write_text(json.dumps({"mlp": [0.4, 0.5, 0.6]}))
+    options: dict[str, Any] = {"method": ("predictor", "random"), "label": "refined", "density_budget": budget}
+    dense, predictor, random = (
+        record["labels"] for record in evaluate(folder, tmp_path / "r.jsonl", **options, max_windows=1)
+    )
+    names = ("label", "predictors", "density_budget", "lookahead", "standin_rank")
+    assert [dense.get(name) for name in names] == [None] * 5
+    assert [predictor[name] for name in names] == ["refined", "predictors", "greedy", 0, 4]
+    assert [random.get(name) for name in names] == ["refined", None, "greedy", None, None]
+
+
+def test_labels_say_that_the_weights_come_from_a_gguf_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "source": "/models/small.Q4_1.gguf"}))
+    assert gguf_source(tmp_path) == "small.Q4_1.gguf"
+    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "source": "org/small"}))
+    assert gguf_source(tmp_path) is None and gguf_source(folder / "model") is None
 
 
 def test_what_is_recorded_already_is_recorded_again_only_with_a_warning(
