@@ -310,8 +310,7 @@ def _sparse_records(
                 baseline={"name": "dense", "value": dense_speed},
                 sources=sources,
                 achieved={"mlp_density": ours.mlp_density, "head_density": ours.head_density},
-                samples=ours.speeds,
-                baseline_samples=theirs.speeds,
+                timing={"samples": ours.speeds, "baseline_samples": theirs.speeds},
             )
         )
     remove_sparsity(model)
