@@ -236,6 +236,7 @@ def run_sparse(
             prompt_tokens=options.prompt_tokens,
             new_tokens=options.decode_tokens,
             window=options.window,
+            max_windows=8,
             dtype=labels["dtype"],
             device=options.device,
             quiet=options.quiet,

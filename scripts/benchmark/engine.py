@@ -45,8 +45,8 @@ class Options:
     """Tokens of each prompt."""
     new_tokens: int = 64
     """Tokens generated for each."""
-    repetitions: int = 3
-    """The median counts; one more run warms up."""
+    repetitions: int = 5
+    """Timed runs of each, of which the median counts; one more warms up."""
     tp_size: int = 1
     """Ranks that share each layer."""
     pp_size: int = 1
@@ -64,6 +64,7 @@ class Options:
 
 
 Speed = Callable[[GenerationTimings], float]
+Speeds = dict[int, list[float]]  # tokens/s of each repetition, by batch size
 Requests = Sequence[GenerationRequest]
 
 
@@ -89,10 +90,10 @@ def measure(
     speed: Speed,
     repetitions: int,
     check: Callable[[Decoder, ParallelMesh, Requests, dict[int, GenerationResult]], object] | None = None,
-) -> dict[int, float]:
-    """tokens/s by batch size on the mesh (a collective call). Before a batch is timed, `check` looks at what it
-    decodes; by default that must have the log-probabilities that a prefill of the same text gives."""
-    speeds = {}
+) -> Speeds:
+    """Measured on the mesh (a collective call). Before a batch is timed, `check` looks at what it decodes; by default
+    that must have the log-probabilities that a prefill of the same text gives."""
+    speeds: Speeds = {}
     for batch_size, batch in batches.items():
         logger.info(
             f"batch {batch_size}: one run to check and {repetitions} to time, of {len(batch[0].prompt_token_ids)} "
@@ -115,7 +116,7 @@ def measure(
             found.append(speed(timings))
             if repetition == 0:
                 (check or check_decoding)(model, mesh, batch, heard)
-        speeds[batch_size] = median(found[1:])
+        speeds[batch_size] = found[1:]
         release()
     return speeds
 
@@ -173,7 +174,7 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
     shape = find_shape(options.shape)
     config = ModelConfig.from_hf(HF_CONFIGS[shape])
     prompts = [request.prompt_token_ids for request in requests(options, config, NUM_CHECKED)]
-    baselines: dict[str, dict[int, float]] = {}
+    baselines: dict[str, Speeds] = {}
     expected: list[list[float]] = []
     ceiling, peak, num_bytes = 0.0, 0.0, 0
     sizes = options.batch_size
@@ -212,7 +213,7 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
             for here, there in zip(echoed(model, mesh, prompts), expected, strict=False):  # on rank 0
                 check_close(here, there, dtype, "this mesh and one rank")
 
-        def measure_size(size: int) -> float:
+        def measure_size(size: int) -> list[float]:
             return measure(model, mesh, {size: many[size]}, speed, options.repetitions)[size]
 
         ways = measure_ways(model, mesh, options.all_reduce, overlap_tokens, sizes, check, measure_size)
@@ -229,7 +230,8 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
             "prompt_tokens": options.prompt_tokens,
             "new_tokens": options.new_tokens,
         }
-        for way, batch_size, value in [(one, *measured) for one in ways for measured in one.speeds.items()]:
+        for way, batch_size, samples in [(one, *measured) for one in ways for measured in one.speeds.items()]:
+            value = median(samples)
             # A stage reads its weights once for each micro-batch.
             reads_per_s = value / batch_size / mesh.dp_size * min(mesh.pp_size, batch_size)
             achieved = reads_per_s * num_bytes / 1e9 / mesh.pp_size / mesh.tp_size
@@ -249,14 +251,12 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
                     "share_of_ceiling": flops / mesh.world_size / peak,
                 }
             earlier = {other.name: other.speeds for other in ways[: ways.index(way)]}
-            compared: list[dict[str, Any]] = [
-                {"name": what, "value": speeds[batch_size]}
-                for what, speeds in (baselines | earlier).items()
-                if batch_size in speeds
-            ]
+            compared = {
+                what: speeds[batch_size] for what, speeds in (baselines | earlier).items() if batch_size in speeds
+            }
             if name == "prefill":
                 labels["overlap_tokens"] = way.overlap_tokens
-            for baseline in compared or (None,):
+            for what, theirs in compared.items() or [("", [])]:
                 records.append(
                     make_record(
                         name,
@@ -264,7 +264,8 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
                         "tokens_per_s",
                         value,
                         "tokens/s",
-                        baseline=baseline,
+                        baseline={"name": what, "value": median(theirs)} if what else None,
+                        timing={"samples": samples, "baseline_samples": theirs},
                         **extras,
                     )
                 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -58,9 +57,9 @@ def echoed_by_hugging_face(theirs: Any, prompts: Sequence[Sequence[int]]) -> lis
 @torch.inference_mode()
 def measure_hugging_face(
     theirs: Any, batches: Mapping[int, Sequence[Sequence[int]]], *, new_tokens: int, repetitions: int, decode: bool
-) -> dict[int, float]:
-    """tokens/s by batch size of transformers' `generate`, greedy, on prompts of equal length: of its prefill (one new
-    token), or of the tokens after it."""
+) -> dict[int, list[float]]:
+    """tokens/s of each repetition, by batch size, of transformers' `generate`, greedy, on prompts of equal length: of
+    its prefill (one new token), or of the tokens after it."""
     speeds = {}
     for batch_size, prompts in batches.items():
         ids = torch.tensor(prompts, device=theirs.device)
@@ -85,14 +84,16 @@ def measure_hugging_face(
         for _ in range(repetitions):
             prefill_s = seconds(1)
             found.append(batch_size * count / (seconds(count + 1) - prefill_s) if decode else ids.numel() / prefill_s)
-        speeds[batch_size] = median(found)
+        speeds[batch_size] = found
     return speeds
 
 
-def measure_compiled(theirs: Any, prompts: Sequence[Sequence[int]], *, new_tokens: int, repetitions: int) -> float:
-    """tokens/s of the decode steps of transformers' `generate` with a static cache, compiled, greedy, on prompts of
-    equal length. The clock starts when the first new token is there, so that the prefill does not count. ValueError
-    if transformers did not compile: that would be another baseline."""
+def measure_compiled(
+    theirs: Any, prompts: Sequence[Sequence[int]], *, new_tokens: int, repetitions: int
+) -> list[float]:
+    """tokens/s of each repetition, of the decode steps of transformers' `generate` with a static cache, compiled,
+    greedy, on prompts of equal length. The clock starts when the first new token is there, so that the prefill does
+    not count. ValueError if transformers did not compile: that would be another baseline."""
     from transformers import GenerationConfig, StoppingCriteriaList
 
     ids = torch.tensor(prompts, device=theirs.device)
@@ -126,7 +127,7 @@ def measure_compiled(theirs: Any, prompts: Sequence[Sequence[int]], *, new_token
         warm.append(seconds())
     if not hasattr(theirs, "_compiled_call"):
         raise ValueError(f"transformers did not compile its decode steps on {ids.device}; it is not timed")
-    return ids.shape[0] * new_tokens / median(seconds() for _ in range(repetitions))
+    return [ids.shape[0] * new_tokens / seconds() for _ in range(repetitions)]
 
 
 def compile_config(*, fullgraph: bool) -> Any:

@@ -23,8 +23,8 @@ class Way:
     """As records label it (see `describe_all_reduce`)."""
     overlap_tokens: int = 0
     """From how many tokens on prefills were split; 0: whole."""
-    speeds: dict[int, float] = field(default_factory=dict)
-    """tokens/s by batch size; without those at which nothing was split."""
+    speeds: dict[int, list[float]] = field(default_factory=dict)
+    """tokens/s of each repetition by batch size; without those at which nothing was split."""
 
 
 def measure_ways(
@@ -34,7 +34,7 @@ def measure_ways(
     overlap_tokens: int,
     batch_sizes: Sequence[int],
     check: Callable[[], object],
-    measure: Callable[[int], float],
+    measure: Callable[[int], list[float]],
 ) -> list[Way]:
     """The unfused junction first, then what `all_reduce` asks for if it is another; each whole and, with
     `overlap_tokens`, split (a collective call). `check` comes before a way is measured; `measure` takes a batch size.
@@ -52,7 +52,7 @@ def _whole_and_split(
     overlap_tokens: int,
     batch_sizes: Sequence[int],
     check: Callable[[], object],
-    measure: Callable[[int], float],
+    measure: Callable[[int], list[float]],
 ) -> list[Way]:
     label = describe_all_reduce(model)
     name = "fused" if isinstance(model.add_norm, FusedAddNorm) else label.upper()

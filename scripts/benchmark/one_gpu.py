@@ -6,9 +6,11 @@ Before anything is timed, `DecodingCheck` has looked at it.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -18,11 +20,12 @@ from analysis.results import Record, append_record, make_record
 from modules.config import ModelConfig
 from modules.decode_graphs import can_capture
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
+from modules.scoring import Likelihood, windows_likelihood
 from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.bare_replays import bare_step_ms
 from scripts.benchmark.decoding_check import REPORTED, SHALLOW, SHALLOW_HALF, SHALLOW_LAYERS, DecodingCheck, Limits
-from scripts.benchmark.engine import NUM_CHECKED, bytes_of_weights, echoed, measure, release
+from scripts.benchmark.engine import NUM_CHECKED, Speeds, bytes_of_weights, echoed, measure, release
 from scripts.benchmark.forced_decoding import forced_likelihood
 from scripts.benchmark.hugging_face import (
     echoed_by_hugging_face,
@@ -35,10 +38,12 @@ from scripts.benchmark.step_bytes import step_bytes
 from scripts.benchmark.subject import Subject, SubjectOptions, load_subject
 from scripts.benchmark.timing import measure_read_ceiling
 from scripts.model_loading import Dtype, resolve_device
+from scripts.perplexity_runs import Score, compared
+from scripts.run_records import run_labels, sources_of
 from scripts.train import parse_rank
+from sparse_predictor.cost import achieved
 from sparse_predictor.predictor import auto_rank, auto_standin_rank
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from sparse_predictor.store import read_manifest
 
 OUR_DENSE = "our dense"
 HF_NAMES = {"hf-compiled": "Hugging Face compiled", "hf-eager": "Hugging Face eager"}
@@ -56,6 +61,10 @@ class Options(SubjectOptions):
     """Share of key-value groups of heads kept, in (0, 1]."""
     predictors: Path | None = None
     """Of a trained model: directory written by scripts.train. Random weights get random predictors."""
+    density_budget: Path | None = None
+    """Of a trained model: JSON file with one density per layer (see scripts.budget)."""
+    label: str | None = None
+    """Of a trained model: what tables call this run, beside the method."""
     lookahead: Literal[0, 1] = 0
     """Of random predictors: how many layers back they look."""
     predictor_rank: str = "auto"
@@ -107,13 +116,13 @@ def run(options: Options) -> list[Record]:
         remove_sparsity(model)
     dense_bytes = bytes_of_weights(model)
     check = DecodingCheck(sparse=False)
+    quality = Quality.of(subject, Selection(), options) if subject.is_trained else None
     logger.info("timing our dense model")
     speeds = measure(model, mesh, batches, decode_speed, options.repetitions, check)
-    baselines: dict[str, dict[int, float]] = {}
+    baselines: dict[str, Speeds] = {}
     if options.baseline != "none":
         logger.info(f"timing {HF_NAMES[options.baseline]}")
         baselines[HF_NAMES[options.baseline]] = time_hugging_face(options, subject)
-    perplexities = {"dense": perplexity_of(subject, options)} if subject.is_trained else {}
     ceiling = measure_read_ceiling(device)
     labels: dict[str, Any] = {**subject.labels, "method": options.method, "mlp_density": 1.0, "head_density": 1.0}
     with tempfile.TemporaryDirectory() as folder:
@@ -121,11 +130,11 @@ def run(options: Options) -> list[Record]:
             baselines = {OUR_DENSE: speeds, **baselines}
             logger.info(f"timing {options.method}; first it is attached, and calibrated if the weights are random")
             labels |= attach(options, subject, mesh, Path(folder), batches[max(sizes)])
+            if quality is not None:  # of what is attached now, and is timed next
+                quality = Quality.of(subject, selection_of(options, options.predictors), options, quality)
             expected = None if subject.is_trained else (options.mlp_density, options.head_density)
             check = DecodingCheck(sparse=True, expected=expected, limits=None if subject.is_trained else REPORTED)
             speeds = measure(model, mesh, batches, decode_speed, options.repetitions, check)
-            if subject.is_trained:
-                perplexities["sparse"] = perplexity_of(subject, options)
     labels |= {
         "execution": "graph" if can_capture(model) else "eager",
         "prompt_tokens": options.prompt_tokens,
@@ -143,20 +152,23 @@ def run(options: Options) -> list[Record]:
             mean_length=mean_length,
             dense_bytes=dense_bytes,
         )
-        extras = moved.to_record(speeds[size] / size, ceiling)
-        extras |= quality_extras(check, size, perplexities, subject)
-        extras |= {"step_ms": 1000.0 * size / speeds[size]}
+        speed = median(speeds[size])
+        extras = moved.to_record(speed / size, ceiling)
+        extras |= achieved_extras(check, size)
+        extras |= {} if quality is None else quality.to_record()
+        extras |= {"step_ms": 1000.0 * size / speed}
         extras |= {"bare_step_ms": bare_step_ms(model, batches[size], options.repetitions)}
-        compared = {name: values[size] for name, values in baselines.items() if size in values}
-        for name, value in compared.items() or [("", 0.0)]:
+        beside = {name: values[size] for name, values in baselines.items() if size in values}
+        for name, theirs in beside.items() or [("", [])]:
             records.append(
                 make_record(
                     "decode",
                     {**labels, "batch_size": size},
                     "tokens_per_s",
-                    speeds[size],
+                    speed,
                     "tokens/s",
-                    baseline={"name": name, "value": value} if name else None,
+                    baseline={"name": name, "value": median(theirs)} if name else None,
+                    timing={"samples": speeds[size], "baseline_samples": theirs},
                     **extras,
                 )
             )
@@ -171,6 +183,11 @@ def check_options(options: Options) -> None:
         raise ValueError("--new-tokens must be at least 2 (the prefill gives the first), --repetitions at least 1")
     if options.model is None and options.predictors is not None:
         raise ValueError("--predictors goes with --model: random weights get random predictors")
+    if options.model is None and (options.density_budget is not None or options.label is not None):
+        raise ValueError("--density-budget and --label go with --model")
+    for name, least in (("max_windows", 1), ("decoded_windows", 0)):
+        if (value := getattr(options, name)) is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     for name in ("mlp_density", "head_density"):
         if not 0.0 < getattr(options, name) <= 1.0:
             raise ValueError(f"--{name.replace('_', '-')} must lie in (0, 1], got {getattr(options, name)}")
@@ -198,6 +215,7 @@ def selection_of(options: Options, predictors: Path | None) -> Selection:
         mlp_density=options.mlp_density,
         head_density=options.head_density,
         sparse_phases="all",
+        density_budget=options.density_budget,
         seed=options.seed,
     )
 
@@ -211,11 +229,7 @@ def attach(
     if subject.is_trained:
         selection = selection_of(options, options.predictors)
         attach_selection(model, selection)
-        if options.method == "predictor" and options.predictors is not None:
-            manifest = read_manifest(options.predictors, model)
-            labels |= {"lookahead": manifest.lookahead, "predictor_rank": manifest.predictor_rank.get("mlp")}
-            labels |= {"standin_rank": manifest.standin_rank}
-        return labels
+        return run_labels(selection, config.num_hidden_layers) | {"label": options.label}
     sizes = Sizes(
         predictor_rank=parse_rank(options.predictor_rank, auto_rank(config), "--predictor-rank", 1),
         standin_rank=parse_rank(options.standin_rank, auto_standin_rank(config), "--standin-rank", 0),
@@ -235,8 +249,8 @@ def attach(
     return labels
 
 
-def time_hugging_face(options: Options, subject: Subject) -> dict[int, float]:
-    """tokens/s by batch size; ValueError if its log-probabilities are not ours."""
+def time_hugging_face(options: Options, subject: Subject) -> Speeds:
+    """tokens/s of each repetition by batch size; ValueError if its log-probabilities are not ours."""
     model, sizes = subject.model, options.batch_size
     theirs = hugging_face_model(model, subject.hf_config)
     prompts = subject.prompts[:NUM_CHECKED]
@@ -256,16 +270,61 @@ def time_hugging_face(options: Options, subject: Subject) -> dict[int, float]:
     return found
 
 
-def perplexity_of(subject: Subject, options: Options) -> float:
-    """Through decode steps, of the model as it is now."""
-    batch_size = min(8, max(options.batch_size))
-    return forced_likelihood(subject.model, subject.windows, batch_size=batch_size).perplexity
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """What a trained model, as it is now, says of the whole text, every token selecting for itself. `density`: of MLPs
+    and heads on that text. `decoded`: perplexity of the first windows through decode steps and by scoring."""
+
+    score: Score
+    dense: Score
+    density: dict[str, float]
+    decoded: dict[str, float]
+    sources: dict[str, str | None]
+
+    @staticmethod
+    def of(subject: Subject, selection: Selection, options: Options, dense: Quality | None = None) -> Quality:
+        """Of a selection that is attached and has computed nothing yet; `dense`: what it is compared with."""
+        model, heard, started = subject.model, list[Likelihood](), time.perf_counter()
+        assert subject.loaded is not None
+        logger.info(f"scoring {len(subject.windows)} windows, {selection.method}")
+        windows_likelihood(model, subject.windows, batch_size=8, on_window=lambda _, found: heard.append(found))
+        score, stats = Score(heard, time.perf_counter() - started), model.stats
+        density = {"mlp_density": 1.0, "head_density": 1.0}
+        if stats is not None and selection.method != "dense":
+            done = achieved(model, selection, stats)
+            density = {name: done[name] for name in density}
+        decoded: dict[str, float] = {}
+        if count := min(options.decoded_windows, len(subject.windows)):
+            batch_size = min(8, max(options.batch_size))
+            forced = forced_likelihood(model, subject.windows[:count], batch_size=batch_size)
+            by_scoring = sum(heard[:count], Likelihood())
+            decoded = {"num": count, "perplexity": forced.perplexity, "by_scoring": by_scoring.perplexity}
+        texts = [piece.token_ids for piece in subject.windows]
+        return Quality(
+            score=score,
+            dense=score if dense is None else dense.score,
+            density=density,
+            decoded=decoded,
+            sources=sources_of(subject.loaded, selection, texts),
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """For a record of the speed of the very same."""
+        return {
+            "perplexity": self.score.perplexity,
+            "dense_perplexity": self.dense.perplexity,
+            **compared(self.score, self.dense),
+            "windows": self.score.to_record(),
+            "text_achieved": self.density,
+            "decoded_windows": self.decoded,
+            "sources": self.sources,
+        }
 
 
-def quality_extras(check: DecodingCheck, size: int, perplexities: dict[str, float], subject: Subject) -> dict[str, Any]:
-    """What a record says about what was computed, and how good it is."""
+def achieved_extras(check: DecodingCheck, size: int) -> dict[str, Any]:
+    """What a record says about what was computed while generating."""
     found = check.achieved[size]
-    extras: dict[str, Any] = {
+    return {
         "achieved": {
             "mlp_density": found.densities["mlp"],
             "head_density": found.densities["attention"],
@@ -275,13 +334,6 @@ def quality_extras(check: DecodingCheck, size: int, perplexities: dict[str, floa
         "largest_logprob_difference": check.differences[size][0],
         "mean_logprob_difference": check.differences[size][1],
     }
-    if perplexities:
-        extras |= {
-            "perplexity": perplexities.get("sparse", perplexities["dense"]),
-            "dense_perplexity": perplexities["dense"],
-            "perplexity_tokens": sum(len(piece.token_ids) - max(1, piece.num_context) for piece in subject.windows),
-        }
-    return extras
 
 
 def line(record: Record) -> str:

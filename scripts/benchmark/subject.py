@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from data.corpora import iter_documents, token_documents
+from data.corpora import iter_documents, parse_corpus, token_documents
 from modules.checkpoint import load_model, read_hf_config
 from modules.config import ModelConfig
 from modules.decoder import Decoder
@@ -34,22 +34,25 @@ class SubjectOptions(EngineOptions):
     """A trained model, instead of random weights of --shape: folder or hub id. Needs --corpus."""
     corpus: str | None = None
     """Of a trained model: its prompts, and what its perplexity is measured on."""
-    max_windows: int = 8
-    """Perplexity of so many windows."""
+    max_windows: int | None = None
+    """Score at most so many windows of the corpus; all of it by default."""
+    decoded_windows: int = 8
+    """Of these, run so many through decode steps, too: their perplexity must be near that of scoring. 0: none."""
     window: int = 2048
     """Tokens a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """`prompts`: of the largest batch, and as many as are checked. `windows`: of the perplexity; random weights have
-    none."""
+    """`prompts`: of the largest batch, and as many as are checked. `windows` of the perplexity and `loaded`, where the
+    model came from: random weights have neither."""
 
     model: Decoder
     hf_config: Mapping[str, Any]
     labels: dict[str, Any]
     prompts: Sequence[Sequence[int]]
     windows: Sequence[Window] = ()
+    loaded: LoadedModel | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -90,9 +93,17 @@ def load_subject(options: SubjectOptions, device: torch.device, *, num_layers: i
     return Subject(
         model=model,
         hf_config=_hf_config(directory),
-        labels={"model": loaded.model_id, "weights": "trained", "dtype": dtype_name(model.dtype)},
+        labels={
+            "model": loaded.model_id,
+            "weights": "trained",
+            "dtype": dtype_name(model.dtype),
+            "task": f"perplexity:{parse_corpus(options.corpus, side='test').label}",
+            "window": options.window,
+            "num_tokens": sum(piece.num_scored for piece in windows),
+        },
         prompts=prompts,
         windows=windows,
+        loaded=loaded,
     )
 
 
@@ -100,7 +111,10 @@ def read_text(options: SubjectOptions, loaded: LoadedModel, num_prompts: int) ->
     """Prompts and windows from the beginning of the corpus; ValueError if it is too short."""
     assert options.corpus is not None
     check_window(loaded.model, options.window)
-    max_tokens = max(options.max_windows * options.window, num_prompts * options.prompt_tokens)
+    if options.max_windows is None and parse_corpus(options.corpus, side="test").kind == "self":
+        raise ValueError("--corpus self has no end; say with --max-windows how much of it to score")
+    enough = None if options.max_windows is None else options.max_windows * options.window
+    max_tokens = None if enough is None else max(enough, num_prompts * options.prompt_tokens)
     writer = loaded.self_writer(quiet=options.quiet, max_tokens=max_tokens)
     documents = list(
         token_documents(
@@ -115,7 +129,7 @@ def read_text(options: SubjectOptions, loaded: LoadedModel, num_prompts: int) ->
     if len(prompts) < num_prompts or len(prompts[-1]) < options.prompt_tokens:
         raise ValueError(f"--corpus {options.corpus} holds fewer than {num_prompts} x {options.prompt_tokens} tokens")
     pieces = (piece for document in documents for piece in score_windows(document, options.window))
-    return prompts, [piece for piece in islice(pieces, options.max_windows) if len(piece.token_ids) > 1]
+    return prompts, list(islice(pieces, options.max_windows))
 
 
 def _hf_config(directory: Path) -> dict[str, Any]:

@@ -139,9 +139,7 @@ def test_answers_without_dense_are_refused(folder: Path, tmp_path: Path) -> None
     for record in read_records(folder / "answers.jsonl"):
         if record["labels"]["method"] != "dense":
             append_record(tmp_path / "a.jsonl", record)
-    message = (
-        r"a\.jsonl: no dense answers of tiny_choices \(dtype float64, batch_size 2, limit 3\), and dense is the"
-    )
+    message = r"a\.jsonl: no dense answers of tiny_choices \(dtype float64, batch_size 2, limit 3\), and dense is the"
     with pytest.raises(ValueError, match=message):
         fold(folder, tmp_path / "r.jsonl", tmp_path / "a.jsonl")
 

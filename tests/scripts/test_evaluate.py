@@ -159,7 +159,10 @@ def test_decode_speed_is_timed_beside_dense(folder: Path, tmp_path: Path) -> Non
 
 def test_a_decode_speed_has_its_samples_and_the_density_while_generating(folder: Path, tmp_path: Path) -> None:
     _, quality, speed = evaluate(folder, tmp_path / "r.jsonl", method=("cats",), mlp_density=(0.5,), decode_tokens=6)
-    assert speed["value"] == median(speed["timing"]["samples"]) and len(speed["timing"]["samples"]) == perplexity_runs.TIMED_RUNS
+    assert (
+        speed["value"] == median(speed["timing"]["samples"])
+        and len(speed["timing"]["samples"]) == perplexity_runs.TIMED_RUNS
+    )
     assert speed["baseline"]["value"] == median(speed["timing"]["baseline_samples"])
     assert 0 < speed["achieved"]["mlp_density"] < 1 and speed["achieved"]["head_density"] == 1.0
     assert speed["achieved"]["mlp_density"] != quality["achieved"]["mlp_density"], "of another text"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from loguru import logger
 import scripts.benchmark.decode
 from analysis.results import Record, read_records
 from analysis.tables import all_tables
-from modules.checkpoint import random_model
+from modules.checkpoint import load_model, random_model
 from modules.config import ModelConfig
-from scripts.benchmark import hugging_face, shapes
+from modules.scoring import windows_likelihood
+from scripts.benchmark import hugging_face, one_gpu, shapes
 from scripts.benchmark.achieved import measure_achieved
 from scripts.benchmark.decoding_check import DecodingCheck, Limits
 from scripts.benchmark.engine import bytes_of_weights
@@ -21,9 +23,11 @@ from scripts.benchmark.one_gpu import Options
 from scripts.benchmark.random_predictors import Sizes, attach_random
 from scripts.benchmark.shapes import HF_CONFIGS
 from scripts.benchmark.step_bytes import predictor_parameters, step_bytes
+from sparse_predictor.budgets import predictors_id
 from sparse_predictor.selection import Selection, attach_selection
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
+from tests.sparse_predictor.tiny_stages import collect, model_folder, train
 
 CEILING = 10.0  # GB/s, made up: measuring it takes longer than all else here
 CONFIG = ModelConfig.from_hf(HF_CONFIGS["tiny"])
@@ -200,17 +204,55 @@ def test_hugging_face_that_did_not_compile_is_refused(tmp_path: Path) -> None:
         decode(tmp_path, baseline="hf-compiled", new_tokens=3)
 
 
-def test_a_trained_model_is_recorded_with_the_perplexity_of_its_decode_steps(tmp_path: Path) -> None:
+def test_a_trained_model_is_recorded_with_its_perplexity_and_that_of_its_decode_steps(tmp_path: Path) -> None:
     save_hf_folder(tmp_path / "tiny", LLAMA)
     flags = {"model": str(tmp_path / "tiny"), "corpus": "self", "dtype": "float64", "window": 16, "max_windows": 3}
     flags |= {"prompt_tokens": 12, "new_tokens": 6, "shape": "tiny"}
     dense = decode(tmp_path, **flags, baseline="hf-eager", batch_size=(2,))[0]
     assert dense["labels"]["model"] == "tiny" and dense["labels"]["weights"] == "trained"
-    assert dense["perplexity"] == dense["dense_perplexity"] and 0 < dense["perplexity_tokens"] <= 3 * 15
+    assert dense["perplexity"] == dense["dense_perplexity"] and 0 < dense["labels"]["num_tokens"] <= 3 * 15
     (tmp_path / "decode.jsonl").unlink()
     sparse = decode(tmp_path, **flags, method="random", mlp_density=0.5)[0]
     assert sparse["dense_perplexity"] == pytest.approx(dense["perplexity"], abs=1e-9)
     assert sparse["perplexity"] != sparse["dense_perplexity"]
+    for record in (dense, sparse):
+        assert record["decoded_windows"]["num"] == len(record["windows"]["nll"]) == 3
+        assert record["decoded_windows"]["perplexity"] == pytest.approx(record["perplexity"], abs=1e-9)
+        assert record["value"] == median(record["timing"]["samples"])
+        assert record["baseline"]["value"] == median(record["timing"]["baseline_samples"])
+
+
+def test_speed_and_quality_are_of_one_selection_that_is_attached_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trained predictors that look one layer back, with a stand-in: each density is of what was computed there."""
+    folder = model_folder(tmp_path / "model", LLAMA)
+    train(folder, collect(folder, tmp_path / "store"), tmp_path / "far", standin_rank="4", lookahead=1)
+    attached: list[Selection] = []
+
+    def attach(model: Any, selection: Selection) -> Any:
+        attached.append(selection)
+        return attach_selection(model, selection)
+
+    monkeypatch.setattr("scripts.benchmark.one_gpu.attach_selection", attach)
+    flags = {"model": str(folder), "corpus": "self", "window": 16, "max_windows": 4, "decoded_windows": 0}
+    flags |= {"method": "predictor", "predictors": tmp_path / "far", "prompt_tokens": 12, "new_tokens": 6}
+    (record,) = decode(tmp_path, **flags, mlp_density=0.4, label="far")
+    assert len(attached) == 2, "tried before anything is timed; then scored and timed as it is"
+    labels, sources = record["labels"], record["sources"]
+    assert (labels["label"], labels["predictors"], labels["lookahead"], labels["standin_rank"]) == ("far", "far", 1, 4)
+    assert labels["density_budget"] is None and labels["phase"] == "all"
+    assert sources["predictors"] == predictors_id(tmp_path / "far") and sources["text"] and sources["checkpoint"]
+    assert record["text_achieved"]["mlp_density"] == pytest.approx(0.4, abs=0.15)
+    assert record["text_achieved"] != {name: record["achieved"][name] for name in record["text_achieved"]}
+    model = load_model(folder)
+    stats = attach_selection(model, attached[0])
+    subject = one_gpu.load_subject(Options(output=tmp_path, **flags), torch.device("cpu"))
+    expected = windows_likelihood(model, subject.windows)
+    assert record["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+    assert record["text_achieved"]["mlp_density"] == pytest.approx(stats.mean_density("mlp"), abs=1e-6)
+    low, high = record["ratio_interval"]
+    assert low < record["perplexity"] / record["dense_perplexity"] < high
 
 
 @pytest.mark.parametrize(
@@ -222,6 +264,9 @@ def test_a_trained_model_is_recorded_with_the_perplexity_of_its_decode_steps(tmp
         ({"predictors": Path("p")}, "random weights get random predictors"),
         ({"corpus": "self"}, "--corpus goes with --model"),
         ({"model": "m"}, "--model needs --corpus"),
+        ({"label": "x"}, "--density-budget and --label go with --model"),
+        ({"max_windows": 0}, "--max-windows must be at least 1, got 0"),
+        ({"decoded_windows": -1}, "--decoded-windows must be at least 0, got -1"),
         ({"prompt_tokens": 2048}, "2056 tokens do not fit the context of 2048"),
         ({"shape": "opt", "method": "cats"}, "--shape 'opt': give one of"),
     ],
