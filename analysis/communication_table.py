@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.comparison import latest_records
+from analysis.comparison import calls_text, latest_records
 from analysis.formatting import EMPTY_CELL, Table, format_number, format_ratio, format_share
 from analysis.results import Record
 
@@ -18,9 +18,10 @@ def communication_tables(records: Sequence[Record]) -> list[Table]:
     """One table of all sizes; ratios are the others' time over that of the method that is chosen there. Of a stress
     test there is nothing to show."""
     times: dict[tuple[object, ...], dict[str, float]] = {}
+    records = latest_records(records)
     chosen: dict[tuple[object, ...], Record] = {}
     ours: list[str] = []
-    for record in latest_records(records):
+    for record in records:
         if record["metric"] != "us" or "method" not in record["labels"]:
             continue
         setting = tuple(record["labels"].get(name) for name in SETTING)
@@ -65,7 +66,15 @@ def communication_tables(records: Sequence[Record]) -> list[Table]:
                 "of the link",
             ),
             rows=tuple(rows),
-            caption=f"{', '.join(types)}; the last columns are of what --all-reduce auto takes there",
+            caption="; ".join(
+                text
+                for text in (
+                    ", ".join(types),
+                    "the last columns are of what --all-reduce auto takes there",
+                    calls_text([record for record in records if record["metric"] == "us"]),
+                )
+                if text
+            ),
         )
     ]
 

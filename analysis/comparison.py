@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from analysis.results import Record
@@ -26,10 +27,15 @@ METHOD_ORDER = (
 # Labels that tables show or group by; any other one that differs is named beside the method.
 SETTING_LABELS = ("model", "method", "phase")
 VISIBLE_LABELS = (*SETTING_LABELS, "task", "corpus", "mlp_density", "head_density")
+TIMED_UNITS = ("tokens/s", "us", "ms")
+MADE_FROM = ("predictors", "density_budget")
+OF_THE_PREDICTORS = ("lookahead", "standin_rank")
 # How a task was scored, which says nothing about the model that was scored.
 CONDITION_LABELS = {
     "num_fewshot", "num_samples", "filter", "batch_size", "execution", "window", "stride", "num_tokens",
 }  # fmt: skip
+# Told of the rows that have no label, or only where rows would have one name.
+OF_SOME_ROWS = {*CONDITION_LABELS, *OF_THE_PREDICTORS, "label", "predictors", "converted_from"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +71,66 @@ class Comparison:
 
 
 def latest_records(records: Iterable[Record]) -> list[Record]:
-    """Of records that measure the same thing under the same labels, the newest (the last, without dates).
+    """One record per thing that was measured: same labels, same predictors and same budget.
 
-    What is measured in seconds is another thing on another device; perplexity and accuracy are not.
+    What is measured in seconds differs from call to call, and is another thing on another device: all calls are merged
+    (see `merge_calls`). Perplexity and accuracy do not: the newest counts (the last, without dates).
     """
-    latest: dict[str, Record] = {}
+    found: dict[str, list[Record]] = {}
+    records = list(records)
     for record in records:
         baseline = (record.get("baseline") or {}).get("name")
         device = None if record["name"] in QUALITY_NAMES else device_of(record)
-        key = json.dumps([record["name"], record["metric"], baseline, device, record["labels"]], sort_keys=True)
-        if key in latest and _date(latest[key]) > _date(record):
-            continue
-        latest.pop(key, None)
-        latest[key] = record
-    return list(latest.values())
+        labels = {name: setting for name, setting in record["labels"].items() if setting is not None}
+        parts = [record["name"], record["metric"], baseline, device, labels, *made_from(record)]
+        calls = found.setdefault(json.dumps(parts, sort_keys=True), [])
+        if record not in calls:
+            calls.append(record)
+    newest = {key: max(reversed(calls), key=_date) for key, calls in found.items()}
+    # In the order of the newest, as they were read.
+    order = {id(record): place for place, record in enumerate(records)}
+    keys = sorted(newest, key=lambda key: order[id(newest[key])])
+    return [merge_calls(found[key]) if newest[key]["unit"] in TIMED_UNITS else newest[key] for key in keys]
+
+
+def made_from(record: Record) -> tuple[str | None, str | None]:
+    """Digits that tell these predictors and this budget from others of the same name; None where there are none."""
+    sources = record.get("sources") or {}
+    return sources.get("predictors"), sources.get("density_budget")
+
+
+def merge_calls(calls: Sequence[Record]) -> Record:
+    """One record of several calls of one benchmark: the medians of its numbers, and their ranges.
+
+    `calls` is how many; `range` holds the lowest and highest repetition of all (None where only medians were kept and
+    there is one), `ratio_range` the lowest and highest ratio of a call.
+    """
+    newest = max(reversed(calls), key=_date)
+    samples = [one for call in calls for one in (call.get("timing") or {}).get("samples") or [call["value"]]]
+    ratios = [call["ratio"] for call in calls if call.get("ratio") is not None]
+    merged = {
+        **newest,
+        "value": median(call["value"] for call in calls),
+        "calls": len(calls),
+        "range": [min(samples), max(samples)] if len(samples) > 1 else None,
+        "ratio": median(ratios) if ratios else None,
+        "ratio_range": [min(ratios), max(ratios)] if len(ratios) > 1 else None,
+    }
+    if newest.get("baseline"):
+        merged["baseline"] = {**newest["baseline"], "value": median(call["baseline"]["value"] for call in calls)}
+    for name in ("share_of_ceiling", "achieved_gb_per_s", "achieved_gb_per_s_each"):
+        if newest.get(name) is not None:
+            merged[name] = median(call[name] for call in calls if call.get(name) is not None)
+    return merged
+
+
+def calls_text(merged: Sequence[Record]) -> str:
+    """For a caption: of how many calls the numbers are medians, and what stands in brackets."""
+    counts = sorted({record.get("calls", 1) for record in merged})
+    if not any(record.get("range") for record in merged):
+        return ""
+    span = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
+    return f"medians of {span} call{'' if counts == [1] else 's'} [lowest, highest repetition]"
 
 
 def device_of(record: Record) -> str:
@@ -129,32 +181,53 @@ def _reading_order(row: Comparison) -> tuple[Any, ...]:
 def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     """Each record with the names of its variant and of its series.
 
-    What was run is named alike at every density and on every task; how it was scored only where two rows of a table
-    differ in nothing else. A recipe is named also where it is alone: without its name it would pass for the default.
+    A label is always told: without it, its row would pass for the default. What else was run is told alike at every
+    density and on every task, unless a label says it; which predictors, and how a perplexity was scored, only where two
+    rows of a table would have one name.
     """
-    settings: dict[tuple[Any, ...], list[Record]] = {}
-    cells: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[Record]] = {}
 
     def setting_of(record: Record) -> tuple[Any, ...]:
         return (record["name"], *(record["labels"].get(label) for label in SETTING_LABELS))
 
-    def cell_of(record: Record) -> tuple[Any, ...]:
-        return (record["name"], record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
-
     for record in records:
-        settings.setdefault(setting_of(record), []).append(record)
-        cells.setdefault(cell_of(record), []).append(record)
+        groups.setdefault(setting_of(record), []).append(record)
+    told: dict[int, list[str]] = {}
+    for group in groups.values():
+        unlabelled = [record for record in group if record["labels"].get("label") is None]
+        shared = [name for name in _differing(group) if name not in OF_SOME_ROWS]
+        bare = [name for name in _differing(unlabelled) if name in OF_THE_PREDICTORS]
+        for record in group:
+            labels = record["labels"]
+            label = labels.get("label")
+            names = [*shared, *(bare if label is None else [])]
+            found = [_told(name, labels[name]) for name in names if labels.get(name) is not None]
+            told[id(record)] = [*([] if label is None else [str(label)]), *found]
+    for key, ambiguous in (("labels", _differing), ("sources", lambda group: MADE_FROM)):
+        cells: dict[tuple[Any, ...], list[Record]] = {}
+        for record in records:
+            cell = (record["name"], record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
+            cells.setdefault((*cell, *told[id(record)]), []).append(record)
+        for cell in cells.values():
+            for record in cell if len(cell) > 1 else ():
+                known = record.get(key) or {}
+                names = [name for name in ambiguous(cell) if known.get(name) is not None]
+                names = [name for name in names if record["name"] == "perplexity" or name not in CONDITION_LABELS]
+                told[id(record)] += [_told(name, known[name]) for name in names]
     named = []
     for record in records:
-        labels = record["labels"]
-        differing = [name for name in _differing(settings[setting_of(record)]) if name not in CONDITION_LABELS]
-        differing = sorted({*differing, *(["recipe"] if labels.get("recipe") is not None else [])})
-        if record["name"] == "perplexity":
-            differing += [name for name in _differing(cells[cell_of(record)]) if name in CONDITION_LABELS]
-        told = [f"{name} {labels[name]}" for name in differing if labels.get(name) is not None]
-        variant = ", ".join([str(labels.get("method", "dense")), *told])
-        named.append((record, variant, re.sub(r"(density_budget [^,]*?)[-_ ]*[\d.]+(?=,|$)", r"\1", variant)))
+        variant = ", ".join([str(record["labels"].get("method", "dense")), *dict.fromkeys(told[id(record)])])
+        series = re.sub(r"((?:budget|predictors) [^,]*?)[-_ ]*[\d.]+(?=,|$)", r"\1", variant)
+        named.append((record, variant, series))
     return named
+
+
+def _told(name: str, setting: Any) -> str:
+    """In a few words, what a label says."""
+    if name == "standin_rank":
+        return f"stand-in rank {setting}" if setting else "no stand-in"
+    words = {"density_budget": "budget", "lookahead": "look-ahead"}
+    return f"{words.get(name, name.replace('_', ' '))} {setting}"
 
 
 def _differing(group: Sequence[Record]) -> list[str]:
@@ -230,7 +303,11 @@ def _matching_speed(record: Record, speeds: Sequence[Record]) -> Record | None:
     A speed from another card, another checkout or another precision is not the speed of this row.
     """
     labels, machine = record["labels"], _machine(record)
-    candidates = [speed for speed in speeds if same_setting(labels, speed["labels"]) and _machine(speed) == machine]
+    candidates = [
+        speed
+        for speed in speeds
+        if same_setting(labels, speed["labels"]) and same_selection(record, speed) and _machine(speed) == machine
+    ]
     if not candidates:
         return None
 
@@ -241,6 +318,17 @@ def _matching_speed(record: Record, speeds: Sequence[Record]) -> Record | None:
     return max(candidates, key=likeness)
 
 
+def same_selection(quality: Record, speed: Record) -> bool:
+    """Whether two records were made with the same checkpoint, predictors, budget and phase, where both say so: a speed
+    of other predictors is not the speed of this row."""
+    ours, theirs = quality.get("sources"), speed.get("sources")
+    if ours is None or theirs is None:
+        return True
+    names = ("checkpoint", "predictors", "density_budget")
+    same_phase = quality["labels"].get("phase") == speed["labels"].get("phase")
+    return same_phase and all(ours.get(name) == theirs.get(name) for name in names)
+
+
 def same_setting(labels: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     """Whether two records are of one model, method and densities, with nothing else known to differ.
 
@@ -248,7 +336,7 @@ def same_setting(labels: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     """
     if any(_density(labels, name) != _density(others, name) for name in ("mlp_density", "head_density")):
         return False
-    names = (labels.keys() & others.keys()) | {"model", "method", "recipe", "density_budget"}
+    names = (labels.keys() & others.keys()) | {"model", "method", "label", "density_budget"}
     names -= {*CONDITION_LABELS, "phase", "task", "corpus", "mlp_density", "head_density"}
     return all(labels.get(name) == others.get(name) for name in names)
 

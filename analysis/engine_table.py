@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.comparison import latest_records
-from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
+from analysis.ceilings import ceiling_text
+from analysis.comparison import calls_text, latest_records
+from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_range, format_ratio, format_share
 from analysis.results import Record
 
 NAMES = ("decode", "prefill")
@@ -26,6 +27,7 @@ def engine_tables(records: Sequence[Record], title: str) -> list[Table]:
     """One table of records of one name: tokens/s of what one rank does, then of every way; then the ratios to one rank,
     of a fused way also to NCCL's, and of a split pass to the whole one."""
     speeds: dict[tuple[object, ...], dict[str, float]] = {}
+    ranges: dict[tuple[object, ...], dict[str, list[float] | None]] = {}
     ceilings: dict[tuple[object, ...], float] = {}
     newest = latest_records(records)
     ways = list(dict.fromkeys(map(way_of, newest)))
@@ -34,6 +36,7 @@ def engine_tables(records: Sequence[Record], title: str) -> list[Table]:
         setting = (labels.get("model") or labels["shape"], *(labels.get(name) for name in CUT), labels["batch_size"])
         found = speeds.setdefault(setting, {})
         found[way_of(record)] = record["value"]
+        ranges.setdefault(setting, {})[way_of(record)] = record.get("range")
         if baseline.get("name") not in (None, *ways):
             found.setdefault(baseline["name"], baseline["value"])
         if record.get("share_of_ceiling") is not None:
@@ -49,7 +52,10 @@ def engine_tables(records: Sequence[Record], title: str) -> list[Table]:
             str(setting[0]),
             cut_of(setting[1:-1]),
             format_cell(setting[-1]),
-            *(format_number(speeds[setting].get(name)) for name in (*others, *ways)),
+            *(
+                format_range(speeds[setting].get(name), ranges[setting].get(name), format_number)
+                for name in (*others, *ways)
+            ),
             *(ratio_of(speeds[setting].get(way), speeds[setting].get(base)) for way, base in ratios),
             format_share(ceilings.get(setting)),
         )
@@ -70,8 +76,16 @@ def engine_tables(records: Sequence[Record], title: str) -> list[Table]:
             title=f"{title}, tokens/s",
             columns=tuple(columns[i] for i in used),
             rows=tuple(tuple(row[i] for i in used) for row in rows),
-            caption=", ".join(f"{name.replace('_', ' ')} {format_cell(labels[0][name])}" for name in constant)
-            + "; the share of the ceiling is the fastest way's",
+            caption="; ".join(
+                text
+                for text in (
+                    ", ".join(f"{name.replace('_', ' ')} {format_cell(labels[0][name])}" for name in constant),
+                    "the share of the ceiling is the fastest way's",
+                    ceiling_text(newest),
+                    calls_text(newest),
+                )
+                if text
+            ),
         )
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 EMPTY_CELL = "–"
@@ -82,6 +82,13 @@ def format_ratio(ratio: float | None) -> str:
     return f"{ratio:.3f}×" if ratio < 10 else f"{ratio:.4g}×"
 
 
+def format_range(value: float | None, ends: Sequence[float] | None, number: Callable[[float], str]) -> str:
+    """A number, and the lowest and highest that were seen in brackets, where there were several."""
+    if value is None:
+        return EMPTY_CELL
+    return number(value) + (f" [{number(ends[0])}, {number(ends[1])}]" if ends else "")
+
+
 def format_share(share: float | None) -> str:
     return EMPTY_CELL if share is None or math.isnan(share) else f"{100 * share:.1f} %"
 
@@ -95,7 +102,10 @@ def format_cell(setting: object) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell == EMPTY_CELL or re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?( %|×)?( ± [\d.]+)?( ‡)?|inf", cell) is not None
+    return (
+        cell == EMPTY_CELL
+        or re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?( %|×)?( ± [\d.]+)?( \[\S+, \S+\])?( ‡)?|inf", cell) is not None
+    )
 
 
 def _escape_markdown(text: str) -> str:

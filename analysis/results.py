@@ -197,6 +197,8 @@ def _records_of(path: Path, *, may_end_unfinished: bool = False) -> list[Record]
         labels = record["labels"]
         if labels.get("method") in RENAMED_METHODS:
             labels["method"] = RENAMED_METHODS[labels["method"]]
+        if "recipe" in labels:  # the name that older records have for it
+            labels["label"] = labels.pop("recipe")
         records.append(record)
     return records
 

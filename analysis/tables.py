@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from analysis import accuracy_table, communication_table, decode_table, drift_tables, engine_table, equal_bytes
+from analysis.ceilings import with_one_ceiling
 from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
 from analysis.drift_facts import STUDY_NAMES
 from analysis.drift_verdict import verdict
@@ -151,6 +152,7 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
     """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table a GPU), the
     engine's `decode` and `prefill`, the three of the drift study, and one for every other name of record."""
     tables = {}
+    records = with_one_ceiling(records)
     for snippet, chosen in records_by_snippet(records).items():
         if snippet == "main":  # with the speeds of the same settings
             tables[snippet] = main_tables(records)

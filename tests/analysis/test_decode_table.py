@@ -53,12 +53,12 @@ def test_a_setting_is_one_line_with_the_ratio_to_each_baseline() -> None:
     assert table.title == "decode, one Example GPU"
     assert table.columns == (
         "model", "weights", "method", "batch", "MLP density", "head density", "union", "tokens/s", "GB/s",
-        "of the ceiling", "× our dense", "× Hugging Face compiled", "perplexity", "dense perplexity",
+        "of the ceiling", "× our dense", "× Hugging Face compiled", "perplexity there",
     )  # fmt: skip
     assert table.rows == (
-        ("Shape-3B", "random", "dense", "1", "1.0", "1.0", "–", "400.0", "2660", "87.0 %", "–", "2.000×", "–", "–"),
+        ("Shape-3B", "random", "dense", "1", "1.0", "1.0", "–", "400.0", "2660", "87.0 %", "–", "2.000×", "–"),
         ("Shape-3B", "random", "predictor", "1", "0.253", "1.0", "–", "690.0", "2660", "87.0 %", "1.725×", "3.450×")
-        + ("–", "–"),
+        + ("–",),
         (
             "Shape-3B",
             "random",
@@ -73,9 +73,8 @@ def test_a_setting_is_one_line_with_the_ratio_to_each_baseline() -> None:
             "1.188×",
             "–",
             "–",
-            "–",
         ),
-        ("Small", "trained", "dense", "1", "1.0", "1.0", "–", "399.0", "2660", "87.0 %", "–", "–", "20.50", "20.50"),
+        ("Small", "trained", "dense", "1", "1.0", "1.0", "–", "399.0", "2660", "87.0 %", "–", "–", "20.50"),
     )
     assert table.caption == "dtype bfloat16, execution graph, prompt tokens 512"
 
@@ -94,18 +93,55 @@ def test_each_card_has_a_table_of_its_own() -> None:
     assert "× our dense" not in second.columns
 
 
-def test_of_two_timings_on_one_card_the_newer_counts_whole() -> None:
-    later = {"date": "2026-02-03T04:05:06+00:00"}
+def test_calls_on_one_card_are_merged_into_medians_and_ranges() -> None:
+    """A call is recorded once for each baseline, and counts once; ratios are of the calls that had that baseline."""
     measured = [
-        record(410.0, ("our dense", 205.0), stamp=later),
+        record(410.0, ("our dense", 205.0), {"timing": {"samples": [380.0, 410.0, 412.0]}}, {"date": "2026-02-03"}),
         record(400.0, ("our dense", 100.0)),
         record(400.0, ("Hugging Face compiled", 100.0)),
+        record(390.0, ("our dense", 100.0)),
     ]
-    for order in (measured, measured[::-1]):
+    for order in (measured, measured[::-1], [*measured, measured[0]]):
         (table,) = decode_tables(order)
         (row,) = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
-        assert (row["tokens/s"], row["× our dense"]) == ("410.0", "2.000×")
-        assert "× Hugging Face compiled" not in row
+        assert row["tokens/s"] == "400.0 [380.0, 412.0]"
+        assert row["× our dense"] == "3.900× [2.000×, 4.000×]" and row["× Hugging Face compiled"] == "4.000×"
+        assert "medians of 3 calls [lowest, highest repetition]" in table.caption
+        assert all(table.numeric_columns()[table.columns.index(name)] for name in ("tokens/s", "× our dense"))
+
+
+def test_rows_of_other_predictors_say_how_they_differ() -> None:
+    trained: dict[str, Any] = {"shape": None, "model": "Small", "weights": "trained", "method": "predictor"}
+    trained |= {"mlp_density": 0.5}
+    measured = [
+        record(400.0, ("our dense", 500.0), None, **trained, lookahead=lookahead, standin_rank=rank, predictors=name)
+        for lookahead, rank, name in ((0, 64, "near"), (1, 0, "far"))
+    ]
+    (table,) = decode_tables(measured)
+    place = table.columns.index("look-ahead")
+    assert table.columns[place + 1] == "stand-in rank" and "predictors" not in table.columns
+    assert [row[place : place + 2] for row in table.rows] == [("0", "64"), ("1", "0")]
+    # Nothing but the folder differs, or nothing but what is in it.
+    again = [{**measured[0], "labels": {**measured[0]["labels"], "predictors": "other"}}]
+    (table,) = decode_tables([*measured, *again])
+    assert [row[table.columns.index("predictors")] for row in table.rows] == ["near", "far", "other"]
+    changed = [{**measured[0], "sources": {"predictors": "0123456789ab"}}]
+    (table,) = decode_tables([*measured, *changed])
+    assert [row[table.columns.index("predictors")] for row in table.rows] == ["near", "far", "near (012345)"]
+    (table,) = decode_tables([record(400.0, None, None, **trained, label="refined")])
+    assert table.rows[0][table.columns.index("method")] == "predictor, refined"
+
+
+def test_a_perplexity_stands_beside_the_density_on_its_own_text() -> None:
+    more = {"perplexity": 25.0, "dense_perplexity": 20.0, "ratio_interval": [1.2, 1.31]}
+    more |= {"achieved": {"mlp_density": 0.404}, "text_achieved": {"mlp_density": 0.502}}
+    labels = {"shape": None, "model": "Small", "weights": "trained", "method": "predictor", "mlp_density": 0.5}
+    (table,) = decode_tables([record(400.0, None, more, **labels, task="perplexity:text", num_tokens=1000)])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (row["MLP density"], row["MLP density on the text"]) == ("0.404", "0.502")
+    assert (row["perplexity there"], row["to dense"]) == ("25.0", "1.250× [1.200×, 1.310×]")
+    assert "MLP density: while generating" in table.caption
+    assert "task perplexity:text, num tokens 1000" in table.caption
 
 
 def test_the_readme_has_a_table_for_one_gpu_and_one_for_ranks(tmp_path: Path) -> None:

@@ -110,12 +110,12 @@ def test_the_table_interpolates_logarithms_between_points_only() -> None:
 
 
 def test_a_recipe_that_another_beats_everywhere_does_not_stand_for_the_method() -> None:
-    worse = [record("predictor", share, 2.0, recipe="old") for share in (0.3, 0.6)]
-    other = [record("predictor", share, value, recipe="other") for share, value in ((0.35, 0.2), (0.75, 0.9))]
+    worse = [record("predictor", share, 2.0, label="old") for share in (0.3, 0.6)]
+    other = [record("predictor", share, value, label="other") for share, value in ((0.35, 0.2), (0.75, 0.9))]
     curves = curves_of(compare([*records("predictor", "teal"), *worse, *other]))
     assert [curve.method for curve in curves] == ["predictor", "predictor", "teal"]
     assert stretches(curves)[0].ahead is None
-    rival = [record("teal", share, 3.0, recipe="old") for share in (0.2, 0.7)]
+    rival = [record("teal", share, 3.0, label="old") for share in (0.2, 0.7)]
     assert len(curves_of(compare([*records("predictor", "teal"), *rival]))) == 3
 
 
@@ -123,8 +123,8 @@ def test_budgets_that_differ_in_their_number_are_one_line() -> None:
     budgets = [record("predictor", share, 0.5, density_budget=f"greedy_{share}") for share in (0.3, 0.5)]
     rows = compare([*records("predictor"), *budgets])
     budgeted = [row for row in rows if row.labels.get("density_budget")]
-    assert [row.variant for row in budgeted] == [f"predictor, density_budget greedy_{share}" for share in (0.5, 0.3)]
-    assert {row.series for row in budgeted} == {"predictor, density_budget greedy"}
+    assert [row.variant for row in budgeted] == [f"predictor, budget greedy_{share}" for share in (0.5, 0.3)]
+    assert {row.series for row in budgeted} == {"predictor, budget greedy"}
     assert len(curves_of(rows)) == 2
 
 

@@ -62,10 +62,101 @@ def test_rows_that_differ_only_in_a_hidden_label_say_so(sample_records: Records)
         and record["labels"]["method"] == "predictor"
         and record["labels"]["mlp_density"] == 0.5
     )
-    again = {**first, "labels": {**first["labels"], "recipe": "linear"}}
-    variants = {row.variant for row in compare([*sample_records, again]) if row.method == "predictor"}
-    assert variants == {"predictor", "predictor, recipe linear"}
+    again = {**first, "labels": {**first["labels"], "label": "linear"}}
+    found = {row.variant for row in compare([*sample_records, again]) if row.method == "predictor"}
+    assert found == {"predictor", "predictor, linear"}
     assert len(compare([*sample_records, again])) == len(compare(sample_records)) + 1
+
+
+def scored(value: float, sources: dict[str, str] | None = None, **labels: Any) -> dict[str, Any]:
+    settings = {
+        "model": "m",
+        "task": "perplexity:c4",
+        "method": "predictor",
+        "mlp_density": 0.5,
+        "phase": "all",
+        **labels,
+    }
+    environment = {"device": "cpu", "date": "2026-01-02"}
+    more = {} if sources is None else {"sources": sources}
+    return make_record(
+        "perplexity",
+        settings,
+        "perplexity",
+        value,
+        "",
+        environment=environment,
+        baseline={"name": "dense", "value": 10.0},
+        **more,
+    )
+
+
+def variants(*records: dict[str, Any]) -> list[str]:
+    return [row.variant for row in compare(records)]
+
+
+def test_two_sets_of_predictors_are_two_rows_named_by_label_or_folder() -> None:
+    first, second = {"predictors": "0123456789ab"}, {"predictors": "ba9876543210"}
+    labelled = scored(11.0, first, label="refined"), scored(12.0, second, label="deja vu")
+    assert variants(*labelled) == ["predictor, deja vu", "predictor, refined"]
+    folders = scored(11.0, first, predictors="a"), scored(12.0, second, predictors="b")
+    assert variants(*folders) == ["predictor, predictors a", "predictor, predictors b"]
+    same_name = scored(11.0, first, predictors="a"), scored(12.0, second, predictors="a")
+    assert variants(*same_name) == ["predictor, predictors 0123456789ab", "predictor, predictors ba9876543210"]
+    assert len(compare([scored(11.0, first), scored(12.0, first)])) == 1, "the newest counts"
+
+
+def test_a_folder_per_density_is_one_method() -> None:
+    """As the recipe trains them; each for a budget of its own."""
+    rows = [
+        scored(11.0 + density, {"predictors": f"{density}"}, predictors=f"p_{density}", mlp_density=density, **trained)
+        for density in (0.5, 0.3)
+        for trained in ({"density_budget": "trained", "lookahead": 0, "standin_rank": 64},)
+    ]
+    assert variants(*rows) == ["predictor", "predictor"]
+    uniform = scored(13.0, {"predictors": "x"}, predictors="u", mlp_density=0.5, lookahead=0, standin_rank=64)
+    assert variants(*rows, uniform) == ["predictor", "predictor, budget trained", "predictor, budget trained"]
+
+
+def test_a_look_ahead_or_no_stand_in_is_told_in_the_row() -> None:
+    near, far = scored(11.0, lookahead=0, standin_rank=64), scored(12.0, lookahead=1, standin_rank=0)
+    assert variants(near, far) == ["predictor, look-ahead 0, stand-in rank 64", "predictor, look-ahead 1, no stand-in"]
+    assert variants(near, {**far, "labels": {**far["labels"], "label": "far"}}) == ["predictor", "predictor, far"]
+
+
+def test_a_speed_of_other_predictors_is_not_the_speed_of_a_row() -> None:
+    ours = {"checkpoint": "c", "predictors": "0123456789ab", "density_budget": "b"}
+    quality = scored(11.0, ours)
+    for changed, expected in (({}, 42.0), ({"predictors": "ba9876543210"}, None), ({"density_budget": "z"}, None)):
+        speed = {**quality, "name": "decode", "metric": "tokens_per_s", "value": 42.0, "unit": "tokens/s"}
+        speed = {**speed, "sources": {**ours, **changed}}
+        assert compare([quality, speed])[0].tokens_per_s == expected
+        speed = {**speed, "labels": {**speed["labels"], "phase": "decode"}}
+        assert compare([quality, speed])[0].tokens_per_s is None, "another phase"
+
+
+def test_speeds_of_several_calls_are_medians_with_ranges() -> None:
+    def call(value: float, *samples: float) -> dict[str, Any]:
+        environment = {"device": "Example GPU", "date": "2026-01-02"}
+        timing = {"samples": list(samples)}
+        baseline = {"name": "dense", "value": 10.0}
+        return make_record(
+            "decode",
+            {"method": "x"},
+            "tokens_per_s",
+            value,
+            "tokens/s",
+            baseline=baseline,
+            environment=environment,
+            timing=timing,
+        )
+
+    (merged,) = latest_records([call(20.0, 19.0, 20.0, 25.0), call(30.0, 30.0), call(22.0, 22.0, 21.0)])
+    assert (merged["value"], merged["calls"], merged["range"]) == (22.0, 3, [19.0, 30.0])
+    assert (merged["ratio"], merged["ratio_range"]) == (2.2, [2.0, 3.0])
+    same = call(20.0, 20.0)
+    (merged,) = latest_records([same, dict(same)])
+    assert (merged["calls"], merged["range"]) == (1, None), "a record that is in two files is one call"
 
 
 def test_each_model_and_text_has_its_own_table(sample_records: Records) -> None:
