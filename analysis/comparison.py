@@ -206,8 +206,8 @@ def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     for key, ambiguous in (("labels", _differing), ("sources", lambda group: MADE_FROM)):
         cells: dict[tuple[Any, ...], list[Record]] = {}
         for record in records:
-            cell = (record["name"], record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
-            cells.setdefault((*cell, *told[id(record)]), []).append(record)
+            place = (record["name"], record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
+            cells.setdefault((*place, *told[id(record)]), []).append(record)
         for cell in cells.values():
             for record in cell if len(cell) > 1 else ():
                 known = record.get(key) or {}
