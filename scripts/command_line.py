@@ -14,6 +14,8 @@ import tyro
 from loguru import logger
 from tqdm import tqdm
 
+from scripts.expected_time import TellingBar
+
 Options = TypeVar("Options")
 Item = TypeVar("Item")
 
@@ -126,11 +128,12 @@ def progress(
     unit: str = "it",
 ) -> tqdm[Any]:
     """A progress bar on stderr around `iterable`; none with `quiet`, and of several ranks the first shows its own.
+    Long work of a known `total` is also said to be long, in one log line.
 
     Redrawn rarely where nobody watches. An empty tuple makes a bar of `total` steps that the caller moves with
     `update`.
     """
-    return tqdm(
+    return TellingBar(
         iterable,
         desc=description,
         total=total,

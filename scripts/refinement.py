@@ -29,10 +29,11 @@ LEAST = {"refine_steps": 0, "refine_window": 2, "refine_tokens": 1}
 class RefinementFlags(ModelOptions):
     """How neuron predictors are refined."""
 
-    refine_steps: int = 800
-    """End-to-end steps of the neuron predictors against the dense logits, --batch-size windows each; 0: none."""
+    refine_steps: int | None = None
+    """End-to-end steps of the neuron predictors against the dense logits, --batch-size windows each; 0: none. Default:
+    800 on a GPU or with --refine-corpus, none on a CPU."""
     refine_window: int = 1024
-    """Tokens a window, of refinement and of the text that stand-ins and thresholds are fitted on."""
+    """Tokens per window, of refinement and of the text that stand-ins and thresholds are fitted on."""
     refine_learning_rate: float = 3e-3
     """Peak, of AdamW."""
     refine_corpus: str | None = None
@@ -40,6 +41,12 @@ class RefinementFlags(ModelOptions):
     holds already is left out of it."""
     refine_tokens: int | None = None
     """Tokens of it; all of a file by default."""
+
+
+def number(chosen: int | None) -> int:
+    """A flag that has a number by now, whether or not one was given (`scripts.train.fit_to_device`)."""
+    assert chosen is not None
+    return chosen
 
 
 def check_refinement(flags: RefinementFlags, *, refines: bool) -> None:
@@ -53,7 +60,7 @@ def check_refinement(flags: RefinementFlags, *, refines: bool) -> None:
         if flags.refine_tokens is not None:
             raise ValueError("--refine-tokens: of which text? give --refine-corpus as well")
         return
-    if not (flags.refine_steps and refines):
+    if flags.refine_steps == 0 or not refines:
         raise ValueError("--refine-corpus: only neurons are refined, and with --refine-steps of at least 1")
     if parse_corpus(flags.refine_corpus, side="train").path is None and flags.refine_tokens is None:
         raise ValueError(
@@ -76,7 +83,7 @@ def refine_neurons(
     """Refine `stack` in place on a token stream int32 [N]; returns the held-out divergence as it went, nats a token."""
     model = rows.model
     refinement = RefineOptions(
-        steps=flags.refine_steps,
+        steps=number(flags.refine_steps),
         batch_sequences=flags.batch_size,
         window=min(flags.refine_window, model.config.max_position_embeddings),
         learning_rate=flags.refine_learning_rate,

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,8 @@ from data.activation_store import ActivationStore
 from data.store_layout import SPLITS
 from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
-from scripts.refinement import RefinementFlags, check_refinement, refine_neurons, refinement_text
+from scripts.model_loading import resolve_device
+from scripts.refinement import RefinementFlags, check_refinement, number, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.budgets import read_budget
 from sparse_predictor.labels import LabelDefinition, default_definition
@@ -59,27 +60,37 @@ class Options(RefinementFlags):
     thresholds are for that, and so are runs with these predictors at that density."""
     standin_rank: str = "auto"
     """Rank of the linear stand-in for skipped neurons; 0: none."""
-    closed_form_rows: int = 32768
-    """Tokens that the closed-form regressions look at."""
-    standin_tokens: int = 65536
-    """Training tokens on which stand-ins are fitted."""
+    closed_form_rows: int | None = None
+    """Tokens that the closed-form regressions look at; default 32768, on a CPU 6144."""
+    standin_tokens: int | None = None
+    """Training tokens on which stand-ins are fitted; default 65536, on a CPU 4096."""
     standin_error_share: float = 0.5
     """How much of what earlier layers lost a stand-in also repairs; 0: only its own skipped neurons."""
-    steps: int = 400
-    """Gradient steps on stored activations."""
-    batch_rows: int = 2048
-    """Tokens a step (of every layer)."""
+    steps: int | None = None
+    """Gradient steps on stored activations; default 400, on a CPU 50."""
+    batch_rows: int | None = None
+    """Tokens per step (of every layer); default 2048, on a CPU 768."""
     learning_rate: float = 2e-3
     """Peak, of AdamW."""
-    calibration_tokens: int = 16384
-    """Held-out tokens on which thresholds are set."""
+    calibration_tokens: int | None = None
+    """Held-out tokens on which thresholds are set; default 16384, on a CPU 2048."""
 
 
+# What flags that were not given are, on a GPU and on a CPU: there the GPU's would take hours, of a small model, too.
+DEFAULTS = {
+    "refine_steps": (800, 0),
+    "closed_form_rows": (32768, 6144),
+    "standin_tokens": (65536, 4096),
+    "steps": (400, 50),
+    "batch_rows": (2048, 768),
+    "calibration_tokens": (16384, 2048),
+}
 LEAST = {"closed_form_rows": 16, "calibration_tokens": 1, "standin_tokens": 1}
 
 
 def main(options: Options) -> PredictorManifest:
     """Train into `output_dir`, unless that is done already; the manifest is written last."""
+    options = fit_to_device(options, resolve_device(options.device).type)
     check_options(options)
     kept = layer_densities(options)
     store = ActivationStore(options.activations)
@@ -130,7 +141,7 @@ def main(options: Options) -> PredictorManifest:
     stacks = {block: fit_block(options, rows[block], label, kept) for block in rows}
     if "mlp" in stacks:
         logger.info("fitting stand-ins")
-        text = rows["mlp"].text("train", options.standin_tokens, options.refine_window)
+        text = rows["mlp"].text("train", number(options.standin_tokens), options.refine_window)
         fit_standins(
             model,
             stacks["mlp"],
@@ -147,7 +158,7 @@ def main(options: Options) -> PredictorManifest:
                 text_to_refine_on,
                 densities=options.densities,
                 lookahead=options.lookahead,
-                held_out_tokens=options.calibration_tokens,
+                held_out_tokens=number(options.calibration_tokens),
                 state_folder=options.output_dir,
                 origin={name: str(value) for name, value in training.items() if not name.startswith("refine_")},
             )
@@ -157,7 +168,7 @@ def main(options: Options) -> PredictorManifest:
         metrics[block] = validation_metrics(stack, rows[block], label, options.densities, rule)
         for layer, predictor in zip(store.layers, stack.to_predictors(), strict=True):
             predictors[layer, block] = predictor.to(model.device)
-    held_out = next(iter(rows.values())).text("validation", options.calibration_tokens, options.refine_window)
+    held_out = next(iter(rows.values())).text("validation", number(options.calibration_tokens), options.refine_window)
     if "mlp" in stacks:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
         calibrate_thresholds(model, neurons, held_out, options.lookahead)
@@ -187,6 +198,20 @@ def main(options: Options) -> PredictorManifest:
     save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     report(metrics, options)
     return manifest
+
+
+def fit_to_device(options: Options, device_type: str) -> Options:
+    """The options with a number for each that was not given; says which ones a CPU makes smaller."""
+    chosen: dict[str, Any] = {
+        name: values[device_type == "cpu"] for name, values in DEFAULTS.items() if getattr(options, name) is None
+    }
+    if "refine_steps" in chosen and options.refine_corpus is not None:  # it was asked for
+        chosen["refine_steps"] = DEFAULTS["refine_steps"][0]
+    if device_type == "cpu" and chosen:
+        told = [f"{name} {value}" if value else "no refinement" for name, value in chosen.items()]
+        full = ", ".join(f"--{name.replace('_', '-')} {DEFAULTS[name][0]}" for name in chosen)
+        logger.info(f"on a CPU: {', '.join(told)}; the full recipe is for a GPU: {full}")
+    return replace(options, **chosen)
 
 
 def check_options(options: Options) -> None:
@@ -240,11 +265,11 @@ def fit_block(
         loss=options.loss,
         label=label,
         initialisation=options.initialisation,
-        steps=options.steps,
-        batch_rows=options.batch_rows,
+        steps=number(options.steps),
+        batch_rows=number(options.batch_rows),
         learning_rate=options.learning_rate,
         seed=options.seed,
-        closed_form_rows=options.closed_form_rows,
+        closed_form_rows=number(options.closed_form_rows),
     )
     with progress((), f"fitting {rows.block}", quiet=options.quiet, total=options.steps, unit="step") as bar:
         fit_scores(

@@ -156,3 +156,32 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         command, shell=True, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("total", "done", "seconds", "said"),
+    [
+        (800, 2, 25.2, "refining: about 2 h 47 min to go (12.6 s per step)"),
+        (60, 50, 30.0, None),  # nearly done
+        (24576, 1500, 20.0, "refining: about 5 min to go (75 steps per s)"),
+        (4, 2, 200.0, "refining: about 1 min 40 s to go (100.0 s per step)"),
+    ],
+)
+def test_long_work_says_once_how_long_it_takes(
+    total: int, done: int, seconds: float, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message).strip()), level="INFO", format="{message}")
+    now = 1000.0
+    bar = progress((), "refining", total=total, unit="step")
+    monkeypatch.setattr("scripts.expected_time.time.monotonic", lambda: now)
+    bar.update(1)  # the first step is slower than the others
+    now += 5.0
+    bar.update(0)  # too early to tell
+    now += seconds - 5.0
+    bar.update(done)
+    now += seconds
+    bar.update(1)
+    bar.close()
+    logger.remove(sink)
+    assert lines == ([] if said is None else [said])

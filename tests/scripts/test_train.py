@@ -1,6 +1,7 @@
 """The train stage: artefacts, recipes by flags, resuming, achieved densities, refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import scripts.train
 from data.activation_store import ActivationStore
 from scripts.command_line import run_stage
-from scripts.train import Options, main, parse_rank
+from scripts.train import Options, fit_to_device, main, parse_rank
 from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import load_predictors
@@ -82,6 +83,26 @@ def test_finished_predictors_are_kept_and_never_replaced_by_those_of_other_optio
     ):
         assert message in one_error_line(main, Options, flags(folder, tmp_path / "p", **changes), capsys)
     assert {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()} == before
+
+
+def test_defaults_fit_the_device_and_what_they_leave_out_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    given = Options(model="m", activations=folder / "store", output_dir=tmp_path)
+    on_gpu, on_cpu = fit_to_device(given, "cuda"), fit_to_device(given, "cpu")
+    assert (on_gpu.refine_steps, on_gpu.steps, on_gpu.standin_tokens) == (800, 400, 65536)
+    assert (on_cpu.refine_steps, on_cpu.steps, on_cpu.standin_tokens) == (0, 50, 4096)
+    assert fit_to_device(replace(given, steps=7, refine_steps=3), "cpu").steps == 7
+    assert fit_to_device(replace(given, refine_corpus="self", refine_tokens=9), "cpu").refine_steps == 800
+    monkeypatch.setattr(scripts.train, "layer_densities", lambda options: pytest.fail(str(options.refine_steps)))
+    left = [word for name, value in QUICK.items() if name in ("batch_rows", "steps") for word in (f"--{name}", value)]
+    flags = ["--model", folder / "model", "--activations", folder / "store", "--output-dir", tmp_path, *left]
+    with pytest.raises(pytest.fail.Exception, match="^0$"):
+        run_stage(main, Options, [str(word).replace("_", "-") for word in flags] + ["--device", "cpu"])
+    assert "on a CPU: no refinement, closed_form_rows 6144, standin_tokens 4096, calibration_tokens 2048" in (
+        told := capsys.readouterr().err
+    )
+    assert "--refine-steps 800" in told and "steps 50" not in told
 
 
 def test_deja_vus_recipe_is_reachable_by_flags(folder: Path, tmp_path: Path) -> None:
