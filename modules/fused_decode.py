@@ -175,14 +175,15 @@ class FusedDecode:
 
     def thinned_sums(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Zeros for a layer that drops small inputs: float32 [M, F] for the gate's and the up projection's sums (M 1
-        without a gate), int32 [2] for the entries kept of its two inputs. One fill a step."""
+        without a gate), int32 [M + 1] for the entries that each of its matrices keeps of its input. One fill a step."""
         config = self.model.config
         num_layers, num_matrices, width = config.num_hidden_layers, 1 + config.gated_mlp, config.intermediate_size
         if self._thinned is None:
             size = -(-num_matrices * width // 4) * 4  # 16 bytes, so that the next layer's are aligned
-            self._thinned = torch.zeros(num_layers * (size + 2), device=self.model.device)
-        counters = self._thinned[-2 * num_layers :].view(torch.int32).view(num_layers, 2)
-        zeros = self._thinned[: -2 * num_layers].view(num_layers, -1)
+            self._thinned = torch.zeros(num_layers * (size + num_matrices + 1), device=self.model.device)
+        num_counters = num_layers * (num_matrices + 1)
+        counters = self._thinned[-num_counters:].view(torch.int32).view(num_layers, -1)
+        zeros = self._thinned[:-num_counters].view(num_layers, -1)
         return zeros[layer_idx, : num_matrices * width].view(num_matrices, width), counters[layer_idx]
 
     def select(

@@ -60,7 +60,7 @@ class ThinnedInput(nn.Module):
     Wraps a matmul from outside; the matmul itself stays as it was. `kept` of `seen` entries were used, over rows that
     are no padding and inputs that are `counted` (bool [in_features]; None: all). `last_rows` [2, B] are those numbers
     of the last call alone, for each batch row; None where it was not thinned out. With `input_norms` [in_features] an
-    entry counts as large by its magnitude times this (WINA).
+    entry counts as large by its magnitude times this (WINA). `density` is the share that the threshold is to keep.
 
     In a decode step that may be a graph (see thinned_in_step) nothing is counted, but `kept_in_step` [B] left behind.
     `input_major` [M, in, out]: the weights that kernels read, of all M matrices which have this input; None without.
@@ -72,10 +72,12 @@ class ThinnedInput(nn.Module):
         threshold: float,
         counted: Tensor | None = None,
         input_norms: Tensor | None = None,
+        density: float = 1.0,
     ) -> None:
         super().__init__()
         self.projection = projection
         self.threshold = threshold
+        self.density = density
         self.counted = counted
         self.input_norms = input_norms
         width = self.weight.shape[1] if isinstance(projection, nn.Linear) else self.weight.shape[0]
@@ -88,6 +90,14 @@ class ThinnedInput(nn.Module):
         self.in_step = False
         self.kept_in_step: Tensor | None = None
         self.input_major: Tensor | None = None
+
+    def compared(self, states: Tensor) -> Tensor:
+        """What the threshold is compared with: the sizes of an input's entries [..., in]."""
+        return (states if self.input_norms is None else states * self.input_norms).abs()
+
+    def forget_counts(self) -> None:
+        """Count from zero."""
+        self.kept, self.seen = Count(), Count()
 
     @property
     def weight(self) -> Tensor:
@@ -104,7 +114,7 @@ class ThinnedInput(nn.Module):
         if not self.enabled:
             self.last_rows = None
             return self.projection(states)
-        mask = kept_entries(states if self.input_norms is None else states * self.input_norms, self.threshold)
+        mask = kept_entries(self.compared(states), self.threshold)
         kept = mask if self.counted is None else mask & self.counted
         kept = kept if self.valid is None else kept & self.valid[..., None]
         if self.in_step:

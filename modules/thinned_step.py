@@ -55,7 +55,6 @@ def follows_thinning(model: Decoder) -> bool:
 def lay_out_for_kernels(mlp: Mlp) -> int:
     """Copy gate and up of an MLP whose inputs are thinned out, input-major, for `thinned_mlp`: the bytes this takes."""
     parts = [part for part, _ in mlp.thinned_parts()]
-    assert len({part.threshold for part in parts[:-1]}) == 1, "gate and up drop the same entries of one input"
     # The down projection is input-major as it is.
     weights = torch.stack([part.weight.detach().t() for part in parts[:-1]])
     parts[-2].input_major = weights
@@ -75,17 +74,20 @@ def thinned_mlp(mlp: Mlp, states: DeferredNorm, fused: FusedDecode) -> Tensor:
     up, down = parts[-2:]
     assert up.input_major is not None and down.input_major is not None
     sums, counters = fused.thinned_sums(mlp.layer_idx)
-    thinned_rows(states, up.input_major, threshold=up.threshold, counter=counters[:1], output=sums)
+    first = parts[:-1]  # gate and up read one input, each with its own threshold
+    thinned_rows(
+        states, up.input_major, thresholds=[part.threshold for part in first], counters=counters[:-1], output=sums
+    )
     activations = Activations(
-        gate=None if len(parts) == 2 else sums[0],
+        gate=None if len(first) == 1 else sums[0],
         up=sums[-1],
-        gate_bias=None if len(parts) == 2 else parts[0].bias,
+        gate_bias=None if len(first) == 1 else first[0].bias,
         up_bias=up.bias,
         activation=mlp.activation,
         dtype=states.dtype,
     )
     output = fused.sums("mlp", mlp.layer_idx)
-    thinned_rows(activations, down.input_major, threshold=down.threshold, counter=counters[1:], output=output)
-    for part in parts:
-        part.kept_in_step = counters[1:] if part is down else counters[:1]
+    thinned_rows(activations, down.input_major, thresholds=[down.threshold], counters=counters[-1:], output=output)
+    for place, part in enumerate(parts):
+        part.kept_in_step = counters[place : place + 1]
     return output[:, None]

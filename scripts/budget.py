@@ -4,6 +4,9 @@ How much the divergence from the dense logits rises is measured for each block a
 text. Then bytes go where they buy most (`budgets.allocate`). Blocks that are sparse together do not just add up, so
 mixtures of that allocation and the uniform one are measured as a whole, and the best one is kept. Thresholds are set in
 that very run. On documents that none of this has seen, the uniform densities and the budget are measured once more.
+
+Where inputs are thinned out, what a layer gets is divided over its matrices as TEAL does it (`greedy.py`): with as much
+for every layer that is TEAL's own allocation, and it is one of those tried.
 """
 
 import shlex
@@ -23,11 +26,13 @@ from modules.scoring import check_window
 from modules.sparsity import BLOCKS, Block, SparsityStats
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, ModelOptions
-from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, allocate, as_lists, predictors_id
-from sparse_predictor.cost import achieved, weights_by_density
-from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity, set_threshold
+from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, Thresholds, allocate, as_lists, predictors_id
+from sparse_predictor.calibration import load_calibration
+from sparse_predictor.cost import achieved, num_weights, weights_by_density
+from sparse_predictor.greedy import GREEDY_TOKENS, GreedyPath, greedy_paths
+from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity, set_thinning, set_threshold
 from sparse_predictor.sensitivity import block_divergences, divergence_of
-from sparse_predictor.thinning import thins_attention
+from sparse_predictor.thinning import PROJECTIONS, is_thinning, thin_of, thinned_matrices, thins_attention
 from sparse_predictor.thresholds import set_thresholds_in_run
 
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the allocation in what is tried beside the uniform densities
@@ -85,18 +90,25 @@ def main(options: Options) -> DensityBudget:
     selection = replace(selection, head_density=1.0)  # from here on a budget says
     losses = measure_blocks(options, model, selection, list(uniform), text)
     allocation = divide(options, model, uniform, losses)
-    tried = [mixture(uniform, allocation, share) for share in MIXTURES]
+    tried = [Division(densities=mixture(uniform, allocation, share)) for share in MIXTURES]
+    names = {"uniform": 0}
+    if is_thinning(options.method):
+        assert options.predictors is not None
+        tried = [tried[0], *divide_layers(options, model, tried, text)]
+        names["uniform_layers"] = 1
     size = options.batch_size
-    found = [measure(model, selection, densities, text, batch_size=size) for densities in tried]
+    found = [measure(model, selection, division, text, batch_size=size) for division in tried]
     best = min(range(len(tried)), key=lambda place: found[place].divergence)
     compared = {
         name: measure(model, selection, tried[place], unseen, found[place].thresholds, batch_size=size)
-        for name, place in (("uniform", 0), ("budget", best))
+        for name, place in {**names, "budget": best}.items()
     }
     thresholds = found[best].thresholds
     owner = options.predictors if thresholds is not None else None
+    of_mixtures = found[-len(MIXTURES) :]
     budget = DensityBudget(
-        densities=tried[best],
+        densities=tried[best].densities,
+        matrices=tried[best].matrices,
         method=options.method if owner is not None else None,
         predictors=predictors_id(owner) if owner is not None else None,
         thresholds=thresholds,
@@ -108,9 +120,10 @@ def main(options: Options) -> DensityBudget:
             },
             "allocation": allocation,
             "divergence_by_share_of_allocation": {
-                str(share): one.divergence for share, one in zip(MIXTURES, found, strict=True)
+                str(share): one.divergence for share, one in zip(MIXTURES, of_mixtures, strict=True)
             },
-            "share_of_allocation": MIXTURES[best],
+            "divergence_of_uniform_densities": found[0].divergence,
+            "share_of_allocation": (0.0, *MIXTURES)[best] if len(found) > len(MIXTURES) else MIXTURES[best],
             "other_documents": {name: one.to_record() for name, one in compared.items()},
             "text": {
                 "corpus": parse_corpus(options.corpus, side="train").label,
@@ -124,7 +137,7 @@ def main(options: Options) -> DensityBudget:
     )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     budget.write(options.output)
-    report(options, budget, compared["uniform"], compared["budget"])
+    report(options, compared, is_uniform=best == 0)
     return budget
 
 
@@ -219,15 +232,64 @@ def mixture(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Division:
+    """One density per layer by block, and by matrix where inputs are thinned out by a greedy allocation."""
+
+    densities: dict[Block, list[float]]
+    matrices: dict[str, list[float]] | None = None
+
+
+def divide_layers(options: Options, model: Decoder, divisions: Sequence[Division], text: Tensor) -> list[Division]:
+    """Each division with what it gives a layer divided over the layer's matrices, greedily."""
+    assert options.predictors is not None and is_thinning(options.method)
+    sizes = {block: num_weights(model.config, block) for block in divisions[0].densities}
+    total = sum(sizes.values())
+    targets = [
+        [sum(sizes[block] * values[layer] for block, values in one.densities.items()) / total for layer in model.layers]
+        for one in divisions
+    ]
+    paths = greedy_paths(
+        model,
+        thin_of(model, load_calibration(options.predictors), options.method),
+        thinned_matrices(model.config, options.method),
+        [min(target[layer] for target in targets) for layer in model.layers],
+        text[: max(1, GREEDY_TOKENS // options.window)],
+    )
+    found = []
+    for target in targets:
+        of_layers = [path.densities(share) for path, share in zip(paths, target, strict=True)]
+        matrices = {name: [of_layer[name] for of_layer in of_layers] for name in paths[0].sizes}
+        found.append(Division(densities=means_by_weights(paths, matrices), matrices=matrices))
+    return found
+
+
+def means_by_weights(paths: Sequence[GreedyPath], matrices: dict[str, list[float]]) -> dict[Block, list[float]]:
+    """The density per layer of each block, from those of its matrices."""
+    found: dict[Block, list[float]] = {}
+    for block in BLOCKS:
+        names = [name for name in matrices if name in PROJECTIONS[block]]
+        if names:
+            found[block] = [
+                round(
+                    sum(path.sizes[name] * matrices[name][layer] for name in names)
+                    / sum(path.sizes[name] for name in names),
+                    9,
+                )
+                for layer, path in enumerate(paths)
+            ]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A sparse run: divergence in nats a token, the mean density of MLPs, shares of bytes read, and the MLPs'
-    thresholds, if they have any."""
+    """A sparse run: divergence in nats per token, the mean density of MLPs, shares of bytes read, and the thresholds of
+    MLPs or matrices, if they have any."""
 
     divergence: float
     mlp_density: float
     bytes_read_share: float
     layer_bytes_share: float
-    thresholds: list[float] | None
+    thresholds: Thresholds | None
 
     def to_record(self) -> dict[str, float]:
         """The numbers."""
@@ -237,24 +299,28 @@ class Measured:
 def measure(
     model: Decoder,
     selection: Selection,
-    densities: dict[Block, list[float]],
+    division: Division,
     token_ids: Tensor,
-    thresholds: list[float] | None = None,
+    thresholds: Thresholds | None = None,
     *,
     batch_size: int,
 ) -> Measured:
     """Run at these densities; `thresholds` None: set them in this run, where the method has any. Leaves it dense."""
-    chosen, used = replace(selection, density_budget=DensityBudget(densities=densities)), thresholds
+    budget = DensityBudget(densities=division.densities, matrices=division.matrices)
+    chosen, used = replace(selection, density_budget=budget), thresholds
 
     def attach() -> None:
         nonlocal used
         attach_selection(model, chosen)
         if thresholds is None:
-            used = set_thresholds_in_run(model, densities["mlp"], token_ids)
+            used = set_thresholds_in_run(model, division.densities["mlp"], token_ids)
             model.stats = SparsityStats()
-        for layer, threshold in enumerate(thresholds or ()):
-            if (selector := model.mlp(layer).selector) is not None:
-                set_threshold(selector, threshold)
+        elif isinstance(thresholds, dict):
+            set_thinning(model, thresholds)
+        else:
+            for layer, threshold in enumerate(thresholds):
+                if (selector := model.mlp(layer).selector) is not None:
+                    set_threshold(selector, threshold)
 
     divergence = divergence_of(model, attach, token_ids, batch_size=batch_size)
     assert model.stats is not None
@@ -264,16 +330,17 @@ def measure(
     return Measured(divergence=divergence, thresholds=used, **shares)
 
 
-def report(options: Options, budget: DensityBudget, uniform: Measured, divided: Measured) -> None:
+def report(options: Options, compared: dict[str, Measured], *, is_uniform: bool) -> None:
     """What was found on documents that neither the densities nor the thresholds have seen."""
-    for name, found in (("uniform", uniform), ("budget", divided)):
+    for name, found in compared.items():
         logger.info(
-            f"{name}: divergence {found.divergence:.4f} nats a token, MLP density {found.mlp_density:.3f}, "
-            f"{found.bytes_read_share:.1%} of the MLPs' bytes, {found.layer_bytes_share:.1%} of the layers'"
+            f"{name.replace('_', ' ')}: divergence {found.divergence:.4f} nats per token, MLP density "
+            f"{found.mlp_density:.3f}, {found.bytes_read_share:.1%} of the MLPs' bytes, "
+            f"{found.layer_bytes_share:.1%} of the layers'"
         )
-    if budget.measured["share_of_allocation"] == 0.0:
+    if is_uniform:
         logger.warning(f"no allocation tried is better than uniform densities: {options.output} holds these")
-    elif divided.divergence >= uniform.divergence:
+    elif compared["budget"].divergence >= compared["uniform"].divergence:
         logger.warning(f"on other documents uniform densities are better: {options.output} does not help here")
     logger.info(f"budget in {options.output}")
 

@@ -16,7 +16,7 @@ class SelectionOptions:
     method: Method = "dense"
     """Who chooses the active units."""
     predictors: Path | None = None
-    """Directory written by scripts.train; also holds the calibration of static, cats, teal, teal-all and wina-unrotated."""
+    """Directory written by scripts.train; also holds the calibration of static, cats, teal(-all) and wina-unrotated."""
     mlp_density: float = 0.5
     """Share of MLP neurons kept, in (0, 1]; of teal, teal-all and wina-unrotated: of the inputs of matrices."""
     head_density: float = 1.0

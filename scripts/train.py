@@ -25,7 +25,7 @@ from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_ran
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.store import PredictorManifest, finished_predictors, same_weights, save_predictors, weights_sample
-from sparse_predictor.thresholds import calibrate_thresholds
+from sparse_predictor.thresholds import calibrate_in_runs, calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores
 from sparse_predictor.training_data import TrainingRows, describe_store
 from sparse_predictor.validation import validation_metrics
@@ -73,7 +73,7 @@ class Options(RefinementFlags):
     learning_rate: float = 2e-3
     """Peak, of AdamW."""
     calibration_tokens: int | None = None
-    """Held-out tokens on which thresholds are set; default 16384, on a CPU 2048."""
+    """Held-out tokens on which thresholds are set, the predictors' and the other methods'; default 16384, on a CPU 2048."""
 
 
 # What flags that were not given are, on a GPU and on a CPU: there the GPU's would take hours, of a small model, too.
@@ -177,6 +177,7 @@ def main(options: Options) -> PredictorManifest:
         for index, layer in enumerate(progress(store.layers, "calibrating baselines", quiet=options.quiet))
     }
     calibration = calibrate_inputs(model, calibration, held_out)
+    calibration = calibrate_in_runs(model, calibration, options.densities, held_out)
     manifest = PredictorManifest(
         model_id=loaded.model_id,
         config_hash=config.config_hash(),
@@ -188,7 +189,7 @@ def main(options: Options) -> PredictorManifest:
         predictor_rank={block: stack.first.shape[1] for block, stack in stacks.items()},
         standin_rank=stacks["mlp"].standin_in.shape[2] if "mlp" in stacks else 0,
         densities=list(options.densities),
-        definitions={"label": label.to_manifest(), **definitions},
+        definitions={"label": label.to_manifest(), "calibration_tokens": held_out.numel(), **definitions},
         training=training,
         provenance={"command_line": shlex.join(sys.argv), "git_commit": environment_stamp()["commit"]},
     )

@@ -1,5 +1,5 @@
-"""Measure what the untrained methods need (see `calibration.py`): from an activation store, and from the model's own
-pass over held-out text where the store does not hold it."""
+"""Measure what the untrained methods need (see `calibration.py`): how often units are active from an activation store,
+and all else in the model's own pass over held-out text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,12 +12,10 @@ from modules.decoder import Decoder
 from modules.kernels.activations import ACTIVATION_FUNCTIONS
 from sparse_predictor.calibration import LayerCalibration, quantiles_of
 from sparse_predictor.labels import LabelDefinition
-from sparse_predictor.thinning import OUTPUT_PROJECTIONS, holder_of, matrices, norms_of_inputs
+from sparse_predictor.thinning import OUTPUT_PROJECTIONS, STATISTICS, holder_of, matrices, norms_of_inputs
 from sparse_predictor.train import targets_of
 from sparse_predictor.training_data import TrainingRows
 
-# Rows that thresholds are read off, from many documents: their scales differ.
-QUANTILE_ROWS = 4096
 FREQUENCY_ROWS = 8192
 
 
@@ -25,50 +23,47 @@ FREQUENCY_ROWS = 8192
 def calibrate_layer(
     mlp_rows: TrainingRows | None, attention_rows: TrainingRows | None, index: int, label: LabelDefinition
 ) -> LayerCalibration:
-    """Statistics of the layer at one place of the store's layers, from training rows."""
-    found: dict[str, Tensor] = {}
-    if mlp_rows is not None:
-        found["neuron_frequency"] = unit_frequency(mlp_rows, index, label)
-        batch = mlp_rows.layer_rows(index, mlp_rows.sample("train", QUANTILE_ROWS))
-        mlp = mlp_rows.model.mlp(mlp_rows.layers[index])
-        inputs = batch.own_inputs[0]
-        found["input_quantiles"] = quantiles_of(inputs.abs())
-        if batch.activations.dtype != torch.bool:
-            found["activation_quantiles"] = quantiles_of(batch.activations.abs())
-        if mlp.gate_proj is not None:
-            gate = ACTIVATION_FUNCTIONS[mlp.activation](mlp.gate_proj(inputs.to(mlp.gate_proj.weight.dtype)))
-            found["gate_quantiles"] = quantiles_of(gate.abs())
-    if attention_rows is not None:
-        found["group_frequency"] = unit_frequency(attention_rows, index, label)
-    return LayerCalibration(**found)
+    """How often the units of the layer at one place of the store's layers are active, from training rows."""
+    frequencies = [None if rows is None else unit_frequency(rows, index, label) for rows in (mlp_rows, attention_rows)]
+    return LayerCalibration(neuron_frequency=frequencies[0], group_frequency=frequencies[1])
 
 
 @torch.inference_mode()
 def calibrate_inputs(
     model: Decoder, calibration: Mapping[int, LayerCalibration], token_ids: Tensor
 ) -> dict[int, LayerCalibration]:
-    """`calibration` with what TEAL on attention and WINA need, from one dense pass over held-out token_ids [B, T]: the
-    store does not hold what o_proj reads."""
+    """`calibration` with the quantiles that CATS, TEAL and WINA's weighting read thresholds off, from one dense pass
+    over held-out token_ids [B, T], the text that the predictors' own thresholds are set on."""
     found: dict[int, dict[str, Tensor]] = {}
+    weighted: dict[int, dict[str, Tensor]] = {}
+    norms: dict[int, dict[str, Tensor]] = {}
     handles = []
 
-    def look(layer: int, name: str, norms: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def look(layer: int, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def see(projection: nn.Module, args: tuple[Any, ...]) -> None:
             sizes = args[0].abs()
-            found[layer][name] = quantiles_of(sizes * norms.to(sizes.dtype))  # rounded as in a run
-            if name in ("q_proj", "o_proj"):
-                kind = "attention_input" if name == "q_proj" else "head_output"
-                found[layer][f"{kind}_quantiles"] = quantiles_of(sizes)
+            weighted[layer][name] = quantiles_of(sizes * norms[layer][name].to(sizes.dtype))  # rounded as in a run
+            if name in ("q_proj", "o_proj", "up_proj", "down_proj"):
+                found[layer][f"{STATISTICS[name]}_quantiles"] = quantiles_of(sizes)
 
         return see
 
-    norms_by_layer = {}
+    def look_at_gate(layer: int) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+        activate = ACTIVATION_FUNCTIONS[model.mlp(layer).activation]
+
+        def see(gate: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            found[layer]["gate_quantiles"] = quantiles_of(activate(output).abs())
+
+        return see
+
     for layer in calibration:
-        norms = {name: norms_of_inputs(model, layer, name) for name in matrices(model)}
-        found[layer], norms_by_layer[layer] = {}, norms
-        for name in norms:
+        found[layer], weighted[layer] = {}, {}
+        norms[layer] = {name: norms_of_inputs(model, layer, name) for name in matrices(model)}
+        for name in norms[layer]:
             projection = getattr(holder_of(model, layer, name), name)
-            handles.append(projection.register_forward_pre_hook(look(layer, name, norms[name])))
+            handles.append(projection.register_forward_pre_hook(look(layer, name)))
+            if name == "gate_proj":
+                handles.append(projection.register_forward_hook(look_at_gate(layer)))
     try:
         model(token_ids)
     finally:
@@ -77,12 +72,9 @@ def calibrate_inputs(
     return {
         layer: replace(
             calibration[layer],
-            attention_input_quantiles=seen["attention_input_quantiles"],
-            head_output_quantiles=seen["head_output_quantiles"],
-            weighted_quantiles=torch.stack([seen[name] for name in matrices(model)]),
-            input_norms=torch.stack(
-                [found_norms for name, found_norms in norms_by_layer[layer].items() if name not in OUTPUT_PROJECTIONS]
-            ),
+            **seen,
+            weighted_quantiles=torch.stack([weighted[layer][name] for name in matrices(model)]),
+            input_norms=torch.stack([one for name, one in norms[layer].items() if name not in OUTPUT_PROJECTIONS]),
         )
         for layer, seen in found.items()
     }

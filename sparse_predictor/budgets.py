@@ -1,17 +1,19 @@
 """Densities by layer and block under one budget of bytes: the file of `--density-budget`, and how to divide the bytes.
 
-    {"mlp": [one density a layer], "attention": [...],                   either or both
-     "method": "predictor", "predictors": "0123456789ab", "thresholds": [one a layer],    all three or none
+    {"mlp": [one density per layer], "attention": [...],                 either or both
+     "matrices": {"gate_proj": [one density per layer], ...},             optional: where inputs are thinned out
+     "method": "predictor", "predictors": "0123456789ab", "thresholds": [one per layer],   all three or none
      "measured": {...}}                                                   optional: how it came to be
 
-`thresholds` are those of the MLPs' selectors (null: everything is active), set in a run with these densities. They
-belong to one method and one directory of predictors, which `predictors_id` names.
+`thresholds` are those of the MLPs' selectors (null: everything is active), or {"gate_proj": [one per layer], ...} of
+the matrices whose inputs are thinned out, set in a run with these densities. They belong to one method and one
+directory of predictors, which `predictors_id` names. Of `matrices`, `mlp` and `attention` are the means by weights.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,7 @@ Place = tuple[int, Block]
 STEP = 0.01
 SAME_MEAN = 0.005  # budgets are written by hand, too
 EXPECTED = '{"mlp": [one density a layer], "attention": [...]}, either or both'
+Thresholds = list[float] | dict[str, list[float]]
 THRESHOLD_KEYS = {"method", "predictors", "thresholds"}
 
 
@@ -33,12 +36,13 @@ class DensityBudget:
     """What a budget file says; `thresholds` None: as the method sets them itself."""
 
     densities: dict[Block, list[float]]
+    matrices: dict[str, list[float]] | None = None
     method: str | None = None
     predictors: str | None = None
-    thresholds: list[float] | None = None
+    thresholds: Thresholds | None = None
     measured: dict[str, Any] = field(default_factory=dict)
 
-    def thresholds_for(self, method: str, predictors: Path | None) -> list[float] | None:
+    def thresholds_for(self, method: str, predictors: Path | None) -> Thresholds | None:
         """The thresholds, if there are any; ValueError if they are another method's or other predictors'."""
         if self.thresholds is None:
             return None
@@ -66,8 +70,10 @@ class DensityBudget:
     def write(self, path: Path) -> None:
         """As JSON, atomically."""
         values: dict[str, Any] = {str(block): found for block, found in self.densities.items()}
+        if self.matrices is not None:
+            values["matrices"] = self.matrices
         if self.thresholds is not None:
-            finite = [None if math.isinf(threshold) else threshold for threshold in self.thresholds]
+            finite = _each_list(self.thresholds, lambda one: [None if math.isinf(value) else value for value in one])
             values |= {"method": self.method, "predictors": self.predictors, "thresholds": finite}
         write_json(path, values | ({"measured": self.measured} if self.measured else {}))
 
@@ -95,7 +101,7 @@ def read_budget(path: Path) -> DensityBudget:
         values = json.loads(path.read_text())
     except ValueError as problem:
         raise ValueError(f"{path}: not JSON ({problem})") from problem
-    if not isinstance(values, dict) or set(values) - {*BLOCKS, *THRESHOLD_KEYS, "measured"}:
+    if not isinstance(values, dict) or set(values) - {*BLOCKS, *THRESHOLD_KEYS, "matrices", "measured"}:
         raise ValueError(f"{path}: expected {EXPECTED}")
     densities: dict[Block, list[float]] = {block: values[block] for block in BLOCKS if block in values}
     if not densities or not all(_are_numbers(found) for found in densities.values()):
@@ -103,20 +109,38 @@ def read_budget(path: Path) -> DensityBudget:
     measured = values.get("measured", {})
     if not isinstance(measured, dict):
         raise ValueError(f"{path}: `measured` must be an object")
-    given = THRESHOLD_KEYS & set(values)
-    if not given:
-        return DensityBudget(densities=densities, measured=measured)
-    found = values.get("thresholds")
-    thresholds = [-math.inf if one is None else one for one in found] if isinstance(found, list) else None
+    count, matrices = len(densities.get("mlp", ())), values.get("matrices")
+    if matrices is not None and not (isinstance(matrices, dict) and all(map(_are_numbers, matrices.values()))):
+        raise ValueError(f"{path}: `matrices` must be lists of densities by name")
+    if any(len(found) != count for found in (matrices or {}).values()):
+        raise ValueError(f"{path}: `matrices` must have as many densities each as `mlp`, {count}")
+    if not THRESHOLD_KEYS & set(values):
+        return DensityBudget(densities=densities, matrices=matrices, measured=measured)
+    thresholds = values.get("thresholds")
+    if isinstance(thresholds, list | dict):
+        thresholds = _each_list(thresholds, lambda one: [-math.inf if value is None else value for value in one])
+    lists = list(thresholds.values()) if isinstance(thresholds, dict) else [thresholds]
     names = [values.get(name) for name in ("method", "predictors")]
-    count = len(densities.get("mlp", ()))
-    if thresholds is None or not all(isinstance(name, str) for name in names) or not _are_numbers(thresholds):
-        raise ValueError(f"{path}: expected method, predictors and thresholds (a number or null a layer) together")
-    if len(thresholds) != count:
-        raise ValueError(f"{path}: {len(thresholds)} thresholds for {count} mlp densities")
+    if not lists or not all(isinstance(name, str) for name in names) or not all(map(_are_numbers, lists)):
+        raise ValueError(f"{path}: expected method, predictors and thresholds (a number or null per layer) together")
+    for found in lists:
+        if len(found) != count:
+            raise ValueError(f"{path}: {len(found)} thresholds for {count} mlp densities")
     return DensityBudget(
-        densities=densities, method=names[0], predictors=names[1], thresholds=thresholds, measured=measured
+        densities=densities,
+        matrices=matrices,
+        method=names[0],
+        predictors=names[1],
+        thresholds=thresholds,
+        measured=measured,
     )
+
+
+def _each_list(given: Any, change: Callable[[Any], Any]) -> Any:
+    """A list, or each list of a dict, changed; what is no list as it is."""
+    if isinstance(given, dict):
+        return {name: _each_list(one, change) for name, one in given.items()}
+    return change(given) if isinstance(given, list) else given
 
 
 def _are_numbers(values: object) -> bool:

@@ -12,11 +12,20 @@ from modules.decoder import Decoder
 from modules.mlp import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
-from sparse_predictor.budgets import DensityBudget, read_budget
+from sparse_predictor.budgets import DensityBudget, Thresholds, read_budget
 from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
 from sparse_predictor.store import load_predictors, parse_manifest, read_manifest
-from sparse_predictor.thinning import is_thinning, restore_inputs, teal, thin_inputs, thins_attention, wina
+from sparse_predictor.thinning import (
+    densities_of_matrices,
+    is_thinning,
+    prepare_kernels,
+    restore_inputs,
+    thin_inputs,
+    thin_of,
+    thinned_by_name,
+    thins_attention,
+)
 
 Method = Literal[
     "dense", "predictor", "oracle", "static", "random", "cats", "teal", "teal-all", "wina-unrotated", "griffin"
@@ -134,7 +143,11 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
     budget = selection.budget()
     thresholds = None if budget is None else budget.thresholds_for(method, selection.predictors)
     if is_thinning(method):
-        return _attach_thinning(model, selection, densities)
+        return _attach_thinning(model, selection, densities, thresholds)
+    if budget is not None and budget.matrices is not None:
+        raise ValueError(
+            f"density budget: it has densities of matrices, whose inputs method {method} does not thin out"
+        )
     heads = [layer for layer, density in enumerate(densities["attention"]) if density < 1.0]
     if method in ("cats", "griffin") and heads:
         raise ValueError(f"method {method} does not choose heads; leave --head-density at 1.0")
@@ -149,6 +162,8 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
         blocks += [(layer, "mlp") for layer, density in enumerate(densities["mlp"]) if density < 1.0 or least == 1.0]
     selectors = {place: make(*place) for place in blocks if model.has_block(*place)}
     if thresholds is not None:
+        if isinstance(thresholds, dict):
+            raise ValueError("density budget: it has thresholds of matrices, where neurons are chosen")
         for (layer, block), selector in selectors.items():
             if block == "mlp":
                 set_threshold(selector, thresholds[layer])
@@ -170,18 +185,39 @@ def set_threshold(selector: Selector, threshold: float) -> None:
     selector.threshold = threshold
 
 
-def _attach_thinning(model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]) -> SparsityStats:
-    method, all_matrices = selection.method, thins_attention(selection.method)
-    if selection.head_density < 1.0 or (not all_matrices and min(densities["attention"]) < 1.0):
+def set_thinning(model: Decoder, thresholds: Mapping[str, Sequence[float]]) -> None:
+    """Let the inputs that are thinned out be so by these thresholds, by name of the matrix and layer; ValueError if
+    they are of other matrices."""
+    thinned = thinned_by_name(model)
+    if set(thresholds) != set(thinned):
+        raise ValueError(
+            f"density budget: it has thresholds of {', '.join(thresholds)}; thinned out are {', '.join(thinned)}"
+        )
+    for name, parts in thinned.items():
+        for layer, part in zip(model.layers, parts, strict=True):
+            part.threshold = thresholds[name][layer]
+
+
+def _attach_thinning(
+    model: Decoder,
+    selection: Selection,
+    densities: Mapping[Block, Sequence[float]],
+    thresholds: Thresholds | None,
+) -> SparsityStats:
+    method, budget = selection.method, selection.budget()
+    assert is_thinning(method)
+    if selection.head_density < 1.0 or (not thins_attention(method) and min(densities["attention"]) < 1.0):
         raise ValueError(f"method {method} does not choose heads; leave --head-density at 1.0")
+    given = None if budget is None else budget.matrices
+    of_matrices = densities_of_matrices(model.config, method, densities, given)
+    if isinstance(thresholds, list):
+        raise ValueError(f"density budget: it has thresholds of MLPs, where {method} needs them of matrices")
     calibration, stats = _calibration(model, selection), apply_sparsity(model, {})
-    thin_inputs(
-        model,
-        wina(model, calibration) if method == "wina-unrotated" else teal(calibration, method),
-        densities,
-        BLOCKS if all_matrices else ("mlp",),
-        decode_only=selection.sparse_phases == "decode",
-    )
+    thin = thin_of(model, calibration, method)
+    thin_inputs(model, thin, of_matrices, decode_only=selection.sparse_phases == "decode")
+    if thresholds is not None:
+        set_thinning(model, thresholds)
+    prepare_kernels(model)
     model.is_sparse = True
     return stats
 
@@ -220,8 +256,9 @@ def _selector_maker(
         return most_frequent
 
     def above_gate_threshold(layer: int, block: Block) -> Selector:
-        quantiles = calibration[layer].require("gate_quantiles", "cats")
-        return CatsSelector(model.mlp(layer), threshold_at(quantiles, densities[block][layer]))
+        quantiles, density = calibration[layer].require("gate_quantiles", "cats"), densities[block][layer]
+        threshold = calibration[layer].threshold_in_run("cats", density)
+        return CatsSelector(model.mlp(layer), threshold_at(quantiles, density) if threshold is None else threshold)
 
     return above_gate_threshold
 

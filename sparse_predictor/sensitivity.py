@@ -21,7 +21,7 @@ from sparse_predictor.refine import divergence_and_gradient
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from sparse_predictor.streams import Stream, advance, begin_stream
 from sparse_predictor.thinning import PROJECTIONS
-from sparse_predictor.thresholds import setting_threshold
+from sparse_predictor.thresholds import sets_its_threshold, setting_threshold
 
 LOGITS_POSITIONS = 128  # few at a time: a large float32 block is new memory at every use
 SELECTOR = "selector"
@@ -58,6 +58,7 @@ def sparse_parts(
                 for part in parts.values():
                     if isinstance(part, ThinnedInput):
                         part.input_major = None  # copies for decode kernels, which nothing here runs
+                        sets_its_threshold(part)
                 found.setdefault((layer, block), {})[density] = {
                     **parts,
                     SELECTOR: setting_threshold(parts[SELECTOR], density),

@@ -12,6 +12,7 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
 from modules.fused_decode import can_fuse
@@ -26,6 +27,8 @@ PROJECTIONS: dict[Block, tuple[str, ...]] = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
+# Of each among a layer's matrices, from the front or the end: there may be no gate, and TEAL's may be the MLP's alone.
+PLACES = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "o_proj": 3, "gate_proj": -3, "up_proj": -2, "down_proj": -1}
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj")  # held unit-major, [in, out]; the inputs are those of a rank's own units
 # What TEAL reads thresholds off: the inputs that several matrices share, and what output projections read.
 STATISTICS = {"q_proj": "attention_input", "k_proj": "attention_input", "v_proj": "attention_input"}
@@ -47,17 +50,20 @@ def thins_attention(method: str) -> bool:
 
 def teal(calibration: Mapping[int, LayerCalibration], method: str) -> Thin:
     """TEAL (Liu et al. 2024, section 4): drop the entries of a matmul's input that are small in magnitude, by one
-    threshold a layer and input, a quantile of calibration text.
+    threshold per layer and matrix, a quantile of calibration text.
 
-    Differs: matrices of one input share a threshold, densities are those of the run (uniform, or a budget file in the
-    place of their greedy allocation, algorithm 1), and with sparse phases `all` every token is thinned out, where the
-    paper spares the first half of a text. `teal` thins out the MLP alone, for comparison at equal bytes of it;
-    `teal-all` all seven matrices.
+    Densities are uniform, or those of a budget file, where `scripts.budget` puts what the paper's greedy allocation
+    (algorithm 1) finds (see `greedy.py`). Differs: thresholds are those of the sparse run where they were set in one
+    (the densities of training, and budgets), and with sparse phases `all` every token is thinned out, where the paper
+    spares the first half of a text. `teal` thins out the MLP alone, for comparison at equal bytes of it; `teal-all` all
+    seven matrices.
     """
 
     def thin(layer: int, name: str, projection: nn.Module, density: float, counted: Tensor | None) -> ThinnedInput:
         quantiles = calibration[layer].require(f"{STATISTICS[name]}_quantiles", method)
-        return ThinnedInput(projection, threshold_at(quantiles, density), counted)
+        threshold = calibration[layer].threshold_in_run(method, density, PLACES[name])
+        threshold = threshold_at(quantiles, density) if threshold is None else threshold
+        return ThinnedInput(projection, threshold, counted, density=density)
 
     return thin
 
@@ -80,9 +86,26 @@ def wina(model: Decoder, calibration: Mapping[int, LayerCalibration]) -> Thin:
             shared = [other for other in matrices(model) if other not in OUTPUT_PROJECTIONS]
             norms = found.require("input_norms", "wina-unrotated")[shared.index(name)]
         norms = norms.to(device=model.device, dtype=model.dtype)
-        return ThinnedInput(projection, threshold_at(quantiles, density), counted, norms)
+        threshold = found.threshold_in_run("wina-unrotated", density, PLACES[name])
+        threshold = threshold_at(quantiles, density) if threshold is None else threshold
+        return ThinnedInput(projection, threshold, counted, norms, density)
 
     return thin
+
+
+def thin_of(model: Decoder, calibration: Mapping[int, LayerCalibration], method: ThinningMethod) -> Thin:
+    """How a method thins out."""
+    return wina(model, calibration) if method == "wina-unrotated" else teal(calibration, method)
+
+
+def thinned_by_name(model: Decoder) -> dict[str, list[ThinnedInput]]:
+    """What is thinned out in the layers that are here, by name of the matrix."""
+    found: dict[str, list[ThinnedInput]] = {}
+    for name in matrices(model):
+        parts = [getattr(holder_of(model, layer, name), name) for layer in model.layers]
+        if all(isinstance(part, ThinnedInput) for part in parts):
+            found[name] = parts
+    return found
 
 
 def norms_of_inputs(model: Decoder, layer: int, name: str) -> Tensor:
@@ -98,34 +121,48 @@ def holder_of(model: Decoder, layer: int, name: str) -> nn.Module:
 
 def matrices(model: Decoder) -> list[str]:
     """Names of a layer's matrices, in the order of `weighted_quantiles`."""
-    return [name for block in BLOCKS for name in PROJECTIONS[block] if name != "gate_proj" or model.config.gated_mlp]
+    return thinned_matrices(model.config, "teal-all")
+
+
+def thinned_matrices(config: ModelConfig, method: str) -> list[str]:
+    """Names of the matrices whose inputs a method thins out."""
+    blocks: Sequence[Block] = BLOCKS if thins_attention(method) else ("mlp",)
+    return [name for block in blocks for name in PROJECTIONS[block] if name != "gate_proj" or config.gated_mlp]
+
+
+def densities_of_matrices(
+    config: ModelConfig,
+    method: str,
+    densities: Mapping[Block, Sequence[float]],
+    given: Mapping[str, Sequence[float]] | None,
+) -> dict[str, list[float]]:
+    """Of every matrix that a method thins out, one density per layer: those given (by a budget), else its block's.
+    ValueError if those given are of other matrices or layers, or no densities."""
+    names = thinned_matrices(config, method)
+    if given is None:
+        return {name: list(densities["attention" if name in PROJECTIONS["attention"] else "mlp"]) for name in names}
+    if set(given) != set(names):
+        raise ValueError(
+            f"density budget: it has matrices {', '.join(given)}; method {method} thins out {', '.join(names)}"
+        )
+    for name, values in given.items():
+        if len(values) != config.num_hidden_layers or not all(0.0 < density <= 1.0 for density in values):
+            raise ValueError(f"density budget: {name} needs {config.num_hidden_layers} densities in (0, 1]")
+    return {name: list(given[name]) for name in names}
 
 
 def thin_inputs(
-    model: Decoder,
-    thin: Thin,
-    densities: Mapping[Block, Sequence[float]],
-    blocks: Sequence[Block],
-    *,
-    decode_only: bool,
-) -> None:
-    """Wrap the projections of every layer's `blocks`; `decode_only`: the prompt stays dense."""
+    model: Decoder, thin: Thin, densities: Mapping[str, Sequence[float]], *, decode_only: bool
+) -> list[ThinnedInput]:
+    """Wrap the projections named in `densities` (one per layer each) and return them; `decode_only`: the prompt stays
+    dense."""
     thinned: list[ThinnedInput] = []
-    num_bytes = 0
     for layer in model.layers:
-        for block in blocks:
-            holder = model.half_block(layer, block).block
-            for name in PROJECTIONS[block]:
-                projection = getattr(holder, name)
-                if projection is None:
-                    continue
-                thinned.append(thin(layer, name, projection, densities[block][layer], _counted(model, layer, name)))
-                setattr(holder, name, thinned[-1])
-    if can_fuse(model) and follows_thinning(model):
-        num_bytes = sum(lay_out_for_kernels(model.mlp(layer)) for layer in model.layers)
-        logger.info(f"input-major copies of the MLPs' first matrices take {num_bytes / 2**30:.2f} GiB more memory")
-    elif model.device.type == "cuda":
-        logger.info("no kernels for what is thinned out here: decode steps run as plain PyTorch, without graphs")
+        for name, values in densities.items():
+            holder = holder_of(model, layer, name)
+            projection = getattr(holder, name)
+            thinned.append(thin(layer, name, projection, values[layer], _counted(model, layer, name)))
+            setattr(holder, name, thinned[-1])
 
     def follow_the_pass(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         token_ids, num_tokens = args[0] if args else kwargs["token_ids"], kwargs.get("num_tokens")
@@ -134,6 +171,16 @@ def thin_inputs(
             projection.valid = None if num_tokens is None else real_tokens(token_ids, num_tokens)
 
     model.sparsity_hook = model.register_forward_pre_hook(follow_the_pass, with_kwargs=True)
+    return thinned
+
+
+def prepare_kernels(model: Decoder) -> None:
+    """Lay out weights for decode steps in kernels, where there are any for what is thinned out."""
+    if can_fuse(model) and follows_thinning(model):
+        num_bytes = sum(lay_out_for_kernels(model.mlp(layer)) for layer in model.layers)
+        logger.info(f"input-major copies of the MLPs' first matrices take {num_bytes / 2**30:.2f} GiB more memory")
+    elif model.device.type == "cuda":
+        logger.info("no kernels for what is thinned out here: decode steps run as plain PyTorch, without graphs")
 
 
 def _counted(model: Decoder, layer: int, name: str) -> Tensor | None:

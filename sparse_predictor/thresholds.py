@@ -1,4 +1,4 @@
-"""Thresholds that keep a stated share of neurons, measured in the run they are for.
+"""Thresholds that keep a stated share of neurons, or of inputs, measured in the run they are for.
 
 A layer's scores depend on what the layers before it skipped. So each layer's threshold is set on states that the
 already calibrated sparse layers before it produced, all in one pass over held-out text.
@@ -6,16 +6,28 @@ already calibrated sparse layers before it produced, all in one pass over held-o
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from modules.decoder import Decoder
+from modules.projections import ThinnedInput
 from modules.sparsity import ActiveSet, SelectionContext, Selector
-from sparse_predictor.calibration import quantiles_of, threshold_at
+from sparse_predictor.budgets import Thresholds
+from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at, thresholds_name
 from sparse_predictor.predictor import Predictor
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
 from sparse_predictor.selectors import CatsSelector, PredictorSelector
+from sparse_predictor.thinning import (
+    THINNING_METHODS,
+    is_thinning,
+    thin_inputs,
+    thin_of,
+    thinned_by_name,
+    thinned_matrices,
+)
 
 
 class CalibratingSelector(PredictorSelector):
@@ -91,11 +103,38 @@ def setting_threshold(selector: Selector | None, density: float) -> Selector | N
     return selector
 
 
+def sets_its_threshold(part: ThinnedInput) -> RemovableHandle:
+    """From now on a thinned input sets its threshold from the batch at hand, so that it keeps its density."""
+
+    def set_it(module: nn.Module, args: tuple[Tensor]) -> None:
+        if part.enabled:
+            sizes = part.compared(args[0])
+            sizes = sizes if part.valid is None else sizes[part.valid]
+            part.threshold = threshold_at(quantiles_of(sizes), part.density)
+
+    return part.register_forward_pre_hook(set_it)
+
+
 @torch.inference_mode()
-def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids: Tensor) -> list[float] | None:
-    """Set the threshold of every MLP's selector (one density a layer) in the sparse run that is attached (phases
-    `all`), layer after layer, in one pass over token_ids [B, T]. The thresholds, -inf where a layer is dense; None,
-    and nothing done, if no neurons are chosen by threshold."""
+def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids: Tensor) -> Thresholds | None:
+    """Set the thresholds of the sparse run that is attached (phases `all`), layer after layer, in one pass over
+    token_ids [B, T]: of every MLP's selector (one density per layer), or of every matrix whose input is thinned out (to
+    its own density; these count from zero afterwards).
+
+    Returns the thresholds, -inf where a layer is dense: one per layer, or by name of the matrix one per layer. None,
+    and nothing done, if nothing is chosen by threshold."""
+    thinned = thinned_by_name(model)
+    if thinned:
+        handles = [sets_its_threshold(part) for parts in thinned.values() for part in parts]
+        try:
+            model(token_ids)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for parts in thinned.values():
+            for part in parts:
+                part.forget_counts()
+        return {name: [part.threshold for part in parts] for name, parts in thinned.items()}
     mlps = [model.mlp(layer) for layer in model.layers]
     setting = [setting_threshold(mlp.selector, density) for mlp, density in zip(mlps, densities, strict=True)]
     if not any(isinstance(selector, SettingThreshold) for selector in setting):
@@ -111,3 +150,41 @@ def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids:
             mlp.selector = selector if inner is None else inner
             found.append(float("-inf") if inner is None else inner.threshold)
     return found
+
+
+@torch.inference_mode()
+def calibrate_in_runs(
+    model: Decoder, calibration: Mapping[int, LayerCalibration], densities: Sequence[float], token_ids: Tensor
+) -> dict[int, LayerCalibration]:
+    """`calibration` with the thresholds of CATS, TEAL and WINA's weighting at each density, set as the predictors' are:
+    each in the sparse run of its method, in one pass over token_ids [B, T]. Leaves the model dense."""
+    if set(calibration) != set(model.layers):
+        return dict(calibration)  # these methods need all layers
+    found: dict[int, dict[str, list[Tensor]]] = {layer: {} for layer in calibration}
+    methods = ("cats", *THINNING_METHODS) if model.config.gated_mlp else THINNING_METHODS
+    for method in methods:
+        for density in densities:
+            uniform = [density] * model.config.num_hidden_layers
+            if is_thinning(method):
+                apply_sparsity(model, {})
+                thin = thin_of(model, calibration, method)
+                names = thinned_matrices(model.config, method)
+                thin_inputs(model, thin, dict.fromkeys(names, uniform), decode_only=False)
+            else:
+                apply_sparsity(model, {(layer, "mlp"): CatsSelector(model.mlp(layer), 0.0) for layer in model.layers})
+            thresholds = set_thresholds_in_run(model, uniform, token_ids)
+            assert thresholds is not None
+            for layer, there in found.items():
+                columns = list(thresholds.values()) if isinstance(thresholds, dict) else [thresholds]
+                there.setdefault(thresholds_name(method), []).append(
+                    torch.tensor([values[layer] for values in columns])
+                )
+    remove_sparsity(model)
+    return {
+        layer: replace(
+            calibration[layer],
+            densities=torch.tensor(densities, dtype=torch.float64),  # a file does not take one tensor twice
+            **{name: torch.stack(values, 1) for name, values in there.items()},
+        )
+        for layer, there in found.items()
+    }

@@ -116,5 +116,6 @@ if triton is not None:
                 values = (values - mean) * inverse
             values = values * scale + shift
         values = values.to(like.dtype.element_ty).to(tl.float32)
-        kept = real & (tl.abs(values) >= threshold) & ((values != 0.0) | (threshold == float("-inf")))
+        sizes = tl.where(values != 0.0, tl.abs(values), -3.0e38)  # a zero reaches -inf alone
+        kept = real & (sizes >= threshold)
         return tl.where(kept, values, 0.0), kept

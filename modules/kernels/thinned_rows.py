@@ -1,11 +1,12 @@
 """A product of one vector with a matrix's rows, of those rows only whose entry of the vector is not small.
 
-    out[m, w] = sum over j in kept of v_j * weight[m, j, w],   kept = {j : |v_j| >= threshold and v_j != 0}
+    out[m, w] = sum over j in kept(m) of v_j * weight[m, j, w],   kept(m) = {j : |v_j| >= threshold(m) and v_j != 0}
 
 TEAL (Liu et al. 2024, section 4): inputs of a matmul that are small in magnitude are dropped, and their weights are not
 read, for which these must lie input-major. v [J] is computed on the way, from a junction (`DeferredNorm` of one row) or
 from the sums that two such products have left (`Activations`), and rounded to the weights' type, as is the threshold;
-weight [M, J, W], M matrices of the same input; out float32 [M, W]. A threshold of -inf keeps zeros, too.
+weight [M, J, W], M (1 or 2) matrices of the same input, each with its own threshold; out float32 [M, W]. A threshold of
+-inf keeps zeros, too.
 
 A program has a block of columns of one matrix and every n-th tile of a few entries. It computes these alone, puts those
 that it keeps on a list of its own, close together, and then walks that list: what is dropped costs no step and leaves
@@ -15,6 +16,7 @@ whole vector in each program; chance evens out the multiprocessors nearly as wel
 one 16-byte load a thread, and each multiprocessor has hundreds of them. The sums are added up as in sparse_mlp.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,10 +37,11 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
 TUNING = Tuning(units=8, num_warps=4, programs_per_sm=4)
 
 
-def reference_thinned_rows(values: Tensor, weight: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch: values [J], weight [M, J, W] -> float32 [M, W] and the number of entries kept."""
-    kept = kept_entries(values, threshold)
-    return values.masked_fill(~kept, 0).float() @ weight.float(), kept.sum(dtype=torch.int32)
+def reference_thinned_rows(values: Tensor, weight: Tensor, thresholds: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch: values [J], weight [M, J, W] -> float32 [M, W] and the numbers of entries kept, int32 [M]."""
+    kept = torch.stack([kept_entries(values, threshold) for threshold in thresholds])
+    products = torch.einsum("mj,mjw->mw", values.masked_fill(~kept, 0).float(), weight.float())
+    return products, kept.sum(-1, dtype=torch.int32)
 
 
 if triton is not None:
@@ -59,11 +62,12 @@ if triton is not None:
         up_bias,
         weight,  # [matrices, HIDDEN_SIZE, WIDTH]
         output,  # [matrices, WIDTH] float32, added to; [slices, matrices, WIDTH], written, if PARTS
-        counter,  # [1] int32, added to: entries kept
+        counters,  # [matrices] int32, added to: entries kept
         list_units,  # [programs, OWN_BLOCK + 2 * UNITS] int32, memory for the lists
         list_values,  # the same, float32
         eps,
-        threshold,
+        first_threshold,  # of the first matrix
+        second_threshold,  # of a second one
         KIND: tl.constexpr,
         HIDDEN_SIZE: tl.constexpr,  # entries of the input
         INPUT_BLOCK: tl.constexpr,  # that many rounded up to a power of two
@@ -81,10 +85,14 @@ if triton is not None:
         program = tl.program_id(0)
         job = program % JOBS
         place = program // JOBS
+        matrix = job // COLUMN_BLOCKS
+        threshold = first_threshold
+        if matrix != 0:
+            threshold = second_threshold
         stride = (tl.num_programs(0) // JOBS) * UNITS
         columns = (job % COLUMN_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        tiles = weight + (job // COLUMN_BLOCKS).to(tl.int64) * HIDDEN_SIZE * WIDTH + columns[None, :]
+        tiles = weight + matrix.to(tl.int64) * HIDDEN_SIZE * WIDTH + columns[None, :]
         own = tl.arange(0, OWN_BLOCK)
         own_units = place * UNITS + (own // UNITS) * stride + own % UNITS
         real = own_units < HIDDEN_SIZE
@@ -108,7 +116,7 @@ if triton is not None:
         list_values += program * (OWN_BLOCK + 2 * UNITS)
         tl.store(list_units + slots, own_units, mask=kept)
         tl.store(list_values + slots, own_values, mask=kept)
-        tl.atomic_add(counter, count, mask=job == 0, sem="relaxed")
+        tl.atomic_add(counters + matrix, count, mask=job % COLUMN_BLOCKS == 0, sem="relaxed")
         tl.debug_barrier()  # all threads read what each has written
 
         # One step more than there are tiles: the first only sends for rows. Lists are read beyond their end, unmasked:
@@ -131,7 +139,7 @@ if triton is not None:
             sums += tl.sum(values[:, None] * rows.to(tl.float32), axis=0)
             rows, values, next_values = next_rows, next_values, tl.where(next_real, later_values, 0.0)
 
-        target = output + (job // COLUMN_BLOCKS).to(tl.int64) * WIDTH + columns
+        target = output + matrix.to(tl.int64) * WIDTH + columns
         if PARTS:
             tl.store(target + place.to(tl.int64) * (JOBS // COLUMN_BLOCKS) * WIDTH, sums, mask=inside)
         else:
@@ -142,23 +150,26 @@ def thinned_rows(
     values: DeferredNorm | Activations,
     weight: Tensor,
     *,
-    threshold: float,
-    counter: Tensor,
+    thresholds: Sequence[float],
+    counters: Tensor,
     output: Tensor | None = None,
     tuning: Tuning = TUNING,
 ) -> Tensor:
-    """Float32 [M, W] of the equation above: one row of `values`, weight [M, J, W]. Fills `new_residual` of a junction
-    and adds the number of entries kept to `counter` int32 [1].
+    """Float32 [M, W] of the equation above: one row of `values`, weight [M, J, W], M `thresholds`. Fills `new_residual`
+    of a junction and adds the numbers of entries kept to `counters` int32 [M].
 
     `output`: float32 zeros [M, W] to add to, else fresh memory. The kernel on a GPU or under Triton's interpreter, else
     the reference. ValueError on what does not fit. Nothing waits for the device: a CUDA graph can hold it.
     """
-    check(values, weight, counter, output)
-    threshold = torch.tensor(threshold, dtype=weight.dtype).item()  # as comparisons with a tensor of that type do
+    check(values, weight, counters, output)
+    if len(thresholds) != len(weight):
+        raise ValueError(f"{len(thresholds)} thresholds for {len(weight)} matrices")
+    # As comparisons with a tensor of that type do.
+    thresholds = torch.tensor(list(thresholds), dtype=weight.dtype).tolist()
     if triton is None or not can_launch(thinned_rows_kernel, weight):
         entries = values.computed() if isinstance(values, Activations) else values.normed()[0]
-        result, num_kept = reference_thinned_rows(entries, weight, threshold)
-        counter += num_kept
+        result, num_kept = reference_thinned_rows(entries, weight, thresholds)
+        counters += num_kept
         return result if output is None else output.add_(result)
     num_matrices, num_inputs, width = weight.shape
     block = min(triton.next_power_of_2(width), tuning.num_warps * 32 * 8)  # 16 bytes a thread, in half precision
@@ -177,10 +188,11 @@ def thinned_rows(
             **_source_arguments(values),
             weight=weight,
             output=target,
-            counter=counter,
+            counters=counters,
             list_units=weight.new_empty((jobs * slices, own + 2 * tuning.units), dtype=torch.int32),
             list_values=weight.new_empty((jobs * slices, own + 2 * tuning.units), dtype=torch.float32),
-            threshold=threshold,
+            first_threshold=thresholds[0],
+            second_threshold=thresholds[-1],
             INPUT_BLOCK=triton.next_power_of_2(num_inputs),
             WIDTH=width,
             BLOCK=block,
@@ -210,14 +222,16 @@ def _source_arguments(values: DeferredNorm | Activations) -> dict[str, Any]:
     return {**dict.fromkeys(_JUNCTION), **dict(zip(_SUMS, sums, strict=True)), **others}
 
 
-def check(values: DeferredNorm | Activations, weight: Tensor, counter: Tensor, output: Tensor | None) -> None:
+def check(values: DeferredNorm | Activations, weight: Tensor, counters: Tensor, output: Tensor | None) -> None:
     """ValueError on the first argument that does not fit `weight`."""
     if weight.ndim != 3:
         raise ValueError(f"weight {tuple(weight.shape)} is not [matrices, inputs, outputs]")
+    if len(weight) not in (1, 2):
+        raise ValueError(f"weight: {len(weight)} matrices, where the kernel has thresholds for 1 or 2")
     num_matrices, num_inputs, width = weight.shape
     expected: dict[str, Expected] = {
         "weight": (weight, (num_matrices, num_inputs, width), DTYPES),
-        "counter": (counter, (1,), (torch.int32,)),
+        "counters": (counters, (num_matrices,), (torch.int32,)),
         "output": (output, (num_matrices, width), (torch.float32,)),
     }
     if values.dtype != weight.dtype:

@@ -227,7 +227,7 @@ def thinned_records(bench: Bench) -> list[Record]:
 
         def run(matrix: Tensor) -> Tensor:
             states = DeferredNorm.plain(x)  # noqa: B023 (called within the iteration)
-            return thinned_rows(states, matrix, threshold=threshold, counter=counter, output=output)  # noqa: B023
+            return thinned_rows(states, matrix, thresholds=[threshold], counters=counter, output=output)  # noqa: B023
 
         expected = x.float().masked_fill(x.float().abs() < threshold, 0) @ matrices[0][0].float()
         check_close(run(matrices[0]), expected, bench.dtype)

@@ -14,7 +14,7 @@ from modules.thinned_step import lay_out_for_kernels, thinned_in_step, thinned_p
 from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration
 from sparse_predictor.cost import thinned_densities
 from sparse_predictor.selection import SparsePhases, apply_sparsity, remove_sparsity
-from sparse_predictor.thinning import teal, thin_inputs
+from sparse_predictor.thinning import prepare_kernels, teal, thin_inputs
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
@@ -37,8 +37,14 @@ def thin(model: Decoder, phases: SparsePhases) -> None:
     calibration = {
         layer: LayerCalibration(input_quantiles=quantiles, activation_quantiles=quantiles / 8) for layer in model.layers
     }
-    densities = {"mlp": [0.5 + 0.1 * layer for layer in model.layers]}
-    thin_inputs(model, teal(calibration, "teal"), densities, ["mlp"], decode_only=phases == "decode")  # type: ignore
+    # Of each matrix its own: gate and up read one input, and drop other entries of it.
+    densities = {
+        name: [start + 0.1 * layer for layer in model.layers]
+        for name, start in (("gate_proj", 0.45), ("up_proj", 0.5), ("down_proj", 0.55))
+        if name != "gate_proj" or model.config.gated_mlp
+    }
+    thin_inputs(model, teal(calibration, "teal"), densities, decode_only=phases == "decode")
+    prepare_kernels(model)
     model.is_sparse = True
 
 
@@ -143,7 +149,7 @@ def test_a_step_is_thinned_out_whatever_pass_came_before() -> None:
     model = tiny_decoder(KINDS["llama"])
     thin(model, "decode")
     model(random_tokens(1, 5))  # a prompt: dense
-    part, states = model.mlp(0).thinned_parts()[0][0], torch.linspace(-1, 1, 48)[None, None]
+    part, states = model.mlp(0).thinned_parts()[1][0], torch.linspace(-1, 1, 48)[None, None]
     assert not part.enabled and torch.equal(part(states), part.projection(states))
     with pytest.raises(ZeroDivisionError), thinned_in_step(model):
         assert not torch.equal(part(states), part.projection(states))

@@ -54,7 +54,15 @@ def options(folder: Path, output: Path, **changes: Any) -> Options:
 
 @pytest.mark.parametrize(
     ("method", "heads"),
-    [("predictor", 1.0), ("predictor", 0.5), ("cats", 1.0), ("oracle", 0.5), ("wina-unrotated", 1.0), ("griffin", 1.0)],
+    [
+        ("predictor", 1.0),
+        ("predictor", 0.5),
+        ("cats", 1.0),
+        ("oracle", 0.5),
+        ("wina-unrotated", 1.0),
+        ("teal", 1.0),
+        ("griffin", 1.0),
+    ],
 )
 def test_a_run_loads_the_budget_and_reads_as_many_bytes(
     folder: Path, tmp_path: Path, method: Any, heads: float
@@ -73,7 +81,10 @@ def test_a_run_loads_the_budget_and_reads_as_many_bytes(
     shares = measured["divergence_by_share_of_allocation"]
     assert min(shares.values()) == shares[str(measured["share_of_allocation"])] and len(shares) == 5
     assert len(measured["divergence_of_one_block"]) == (3 if groups is None else 6)
-    assert (budget.thresholds is not None) == (method in ("predictor", "cats"))
+    thins = method in ("teal", "wina-unrotated")
+    assert (budget.thresholds is not None) == (method in ("predictor", "cats") or thins)
+    assert isinstance(budget.thresholds, dict) == thins and (budget.matrices is not None) == thins
+    assert ("uniform_layers" in measured["other_documents"]) == thins
 
     model = tiny_decoder(LLAMA)
     chosen = selection(method, folder / "predictors", 0.9, density_budget=path)

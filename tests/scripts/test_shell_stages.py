@@ -103,7 +103,8 @@ def test_a_sweep_is_one_evaluation_into_one_file_and_its_report(checkout: Path) 
     assert done.returncode == 0, done.stderr
     assert "--sweep" not in evaluate
     for flags in (
-        "--method dense oracle predictor teal teal-all wina-unrotated griffin static random cats --mlp-density 0.7 0.5 0.3",
+        "--method dense oracle predictor teal teal-all wina-unrotated griffin static random cats",
+        "random cats --mlp-density 0.7 0.5 0.3",
         "--tasks perplexity,zero-shot,arithmetic_words --resume",
         "--corpus self",
         "--max-tokens 24576",

@@ -28,7 +28,14 @@ def test_a_budget_reads_as_it_was_written(tmp_path: Path) -> None:
         thresholds=[0.125, -3.5, -math.inf],
         measured={"note": [1, 2]},
     )
-    for budget in (plain, full):
+    of_matrices = DensityBudget(
+        densities={"mlp": [0.5, 0.75]},
+        matrices={"up_proj": [0.25, 1.0], "down_proj": [0.75, 0.5]},
+        method="teal",
+        predictors="0123456789ab",
+        thresholds={"up_proj": [0.5, -math.inf], "down_proj": [0.125, 1.5]},
+    )
+    for budget in (plain, of_matrices, full):
         budget.write(tmp_path / "budget.json")
         assert read_budget(tmp_path / "budget.json") == budget
     assert json.loads((tmp_path / "budget.json").read_text())["thresholds"] == [0.125, -3.5, None]
@@ -44,6 +51,10 @@ def test_a_budget_reads_as_it_was_written(tmp_path: Path) -> None:
         ({"method": "cats", "predictors": "ab", "thresholds": [0.5, "a", 0.5]}, "together"),
         ({"method": 1, "predictors": "ab", "thresholds": [0.5, 0.5, 0.5]}, "together"),
         ({"method": "cats", "predictors": "ab", "thresholds": [0.5, 0.5]}, "2 thresholds for 3 mlp densities"),
+        ({"method": "teal", "predictors": "ab", "thresholds": {"up_proj": [0.5]}}, "1 thresholds for 3 mlp densities"),
+        ({"method": "teal", "predictors": "ab", "thresholds": {"up_proj": 0.5}}, "together"),
+        ({"matrices": [0.5, 0.5, 0.5]}, "`matrices` must be lists of densities by name"),
+        ({"matrices": {"up_proj": [0.5, 0.5]}}, "`matrices` must have as many densities each as `mlp`, 3"),
     ],
 )
 def test_what_is_no_budget_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

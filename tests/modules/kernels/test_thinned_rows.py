@@ -20,10 +20,11 @@ SUMS: dict[str, str | None] = dict.fromkeys(("gate_sums", "up_sums", "gate_bias"
 OUTPUTS: dict[str, str | None] = {
     "weight": "*bf16",
     "output": "*fp32",
-    "counter": "*i32",
+    "counters": "*i32",
     "list_units": "*i32",
     "list_values": "*fp32",
-    "threshold": "fp32",
+    "first_threshold": "fp32",
+    "second_threshold": "fp32",
 }
 
 
@@ -83,15 +84,17 @@ PLAIN = DeferredNorm.plain(torch.zeros(1, 48))
             {},
             r"states \(2, 48\) is not of shape \(1, 48\)",
         ),
-        (PLAIN, torch.zeros(1, 48, 5), {"counter": torch.zeros(1)}, "counter is torch.float32"),
+        (PLAIN, torch.zeros(1, 48, 5), {"counters": torch.zeros(1)}, "counters is torch.float32"),
         (PLAIN, torch.zeros(1, 48, 5), {"output": torch.zeros(1, 4)}, r"output \(1, 4\) is not of shape \(1, 5\)"),
+        (PLAIN, torch.zeros(3, 48, 5), {}, "weight: 3 matrices, where the kernel has thresholds for 1 or 2"),
+        (PLAIN, torch.zeros(1, 48, 5), {"thresholds": [0.5, 0.5]}, "2 thresholds for 1 matrices"),
         (activations(activation="tanh"), torch.zeros(1, 48, 5), {}, "activation 'tanh' is not one of"),
         (activations(gate=torch.zeros(47)), torch.zeros(1, 48, 5), {}, r"gate \(47,\) is not of shape \(48,\)"),
         (activations(up=torch.zeros(48).half()), torch.zeros(1, 48, 5), {}, "up is torch.float16"),
     ],
 )
 def test_what_does_not_fit_is_refused(values: Any, weight: Any, changes: dict[str, Any], message: str) -> None:
-    arguments = {"threshold": 0.5, "counter": torch.zeros(1, dtype=torch.int32), **changes}
+    arguments = {"thresholds": [0.5], "counters": torch.zeros(1, dtype=torch.int32), **changes}
     with pytest.raises(ValueError, match=message):
         thinned_rows(values, weight, **arguments)
 
@@ -131,18 +134,18 @@ def test_kernel_reads_rows_16_bytes_at_a_time_and_waits_before_it_reads(
 def test_a_captured_graph_follows_changed_inputs() -> None:
     states = cases.deferred_states(1, 3072, torch.bfloat16, device="cuda")
     weight = torch.randn(2, 3072, 1000, device="cuda").bfloat16()
-    counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
     tuning = Tuning(units=8, num_warps=4, programs_per_sm=2)
-    thinned_rows(states, weight, threshold=0.5, counter=counter, tuning=tuning)  # compiles
+    thinned_rows(states, weight, thresholds=[0.5, 0.7], counters=counters, tuning=tuning)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = thinned_rows(states, weight, threshold=0.5, counter=counter, tuning=tuning)
+        captured = thinned_rows(states, weight, thresholds=[0.5, 0.7], counters=counters, tuning=tuning)
     for _ in range(2):
         states.partial.normal_()
-        counter.zero_()
+        counters.zero_()
         graph.replay()
-        num_kept, again = int(counter), torch.zeros_like(counter)
-        expected = thinned_rows(states, weight, threshold=0.5, counter=again, tuning=tuning)
+        num_kept, again = counters.tolist(), torch.zeros_like(counters)
+        expected = thinned_rows(states, weight, thresholds=[0.5, 0.7], counters=again, tuning=tuning)
         torch.testing.assert_close(captured, expected, rtol=1e-4, atol=1e-3)
-        assert num_kept == int(again) > 0
+        assert num_kept == again.tolist() and num_kept[0] > num_kept[1] > 0

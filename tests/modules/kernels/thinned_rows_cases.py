@@ -63,26 +63,28 @@ def assert_product_is_right(
     values, expected_values = made_values(num_inputs, kind, options, dtype, device)
     weight = (torch.randn(num_matrices, num_inputs, num_outputs) / num_inputs**0.5).to(device, dtype)
     between = float(torch.tensor(threshold_in_a_gap(expected_values), dtype=dtype))
-    for threshold in (between, float("-inf"), 1e4):
-        kept = expected_values.abs() >= threshold
-        if kind == "relu" and threshold > float("-inf"):
-            kept &= expected_values != 0
-        poisoned_weight = weight.masked_fill(~kept[None, :, None], float("nan"))
-        counter = torch.full((1,), 5, dtype=torch.int32, device=device)
+    for pair in ((between, between), (float("-inf"), between), (between, 1e4), (1e4, float("-inf"))):
+        thresholds = pair[:num_matrices]
+        kept = torch.stack([expected_values.abs() >= threshold for threshold in thresholds])
+        for row, threshold in enumerate(thresholds):
+            if kind == "relu" and threshold > float("-inf"):
+                kept[row] &= expected_values != 0
+        poisoned_weight = weight.masked_fill(~kept[:, :, None], float("nan"))
+        counters = torch.full((num_matrices,), 5, dtype=torch.int32, device=device)
         output = torch.full((num_matrices, num_outputs), 2.0, device=device)
         with poisoned():
             found = thinned_rows(
                 values,
                 poisoned_weight if launches else weight,
-                threshold=threshold,
-                counter=counter,
+                thresholds=thresholds,
+                counters=counters,
                 output=output,
                 tuning=tuning,
             )
-        expected = expected_values.masked_fill(~kept, 0) @ weight.double() + 2
+        expected = torch.einsum("mj,mjw->mw", expected_values.masked_fill(~kept, 0), weight.double()) + 2
         rounding = torch.finfo(dtype).eps * (4 if truncates else 1)
         torch.testing.assert_close(found.double(), expected, rtol=rounding + 1e-5, atol=4 * rounding + 1e-5)
-        assert found is output and int(counter) == 5 + int(kept.sum())
+        assert found is output and counters.tolist() == (5 + kept.sum(1)).tolist()
         if isinstance(values, DeferredNorm) and values.new_residual is not None:
             torch.testing.assert_close(values.new_residual, total_of(values), rtol=0, atol=0)
 
@@ -93,7 +95,7 @@ def assert_borders_are_drawn_as_by_comparison(device: str) -> None:
     identity = torch.eye(len(values), dtype=torch.bfloat16, device=device)[None]
     for threshold, kept in ((1.001, [0, 1, 3]), (0.0, [0, 1, 2, 3, 7]), (float("-inf"), [0, 1, 2, 3, 4, 5, 7])):
         counter = torch.zeros(1, dtype=torch.int32, device=device)
-        found = thinned_rows(DeferredNorm.plain(values[None]), identity, threshold=threshold, counter=counter)
+        found = thinned_rows(DeferredNorm.plain(values[None]), identity, thresholds=[threshold], counters=counter)
         expected = torch.zeros(len(values), device=device)
         expected[kept] = values[kept].float()
         assert torch.equal(found[0], expected) and int(counter) == len(kept)
@@ -104,13 +106,15 @@ def assert_parts_add_up_alike(device: str) -> None:
     """Deterministic sums: close to the others, equal bit for bit each time."""
     values, _ = made_values(96, "rms", True, torch.float32, device)
     weight = torch.randn(2, 96, 131).to(device)
-    counters = torch.zeros(3, dtype=torch.int32, device=device)
-    expected = thinned_rows(values, weight, threshold=0.5, counter=counters[:1])
+    counters = torch.zeros(3, 2, dtype=torch.int32, device=device)
+    expected = thinned_rows(values, weight, thresholds=[0.5, 0.9], counters=counters[0])
     torch.use_deterministic_algorithms(True)
     try:
-        found = thinned_rows(values, weight, threshold=0.5, counter=counters[1:2])
-        added = thinned_rows(values, weight, threshold=0.5, counter=counters[2:], output=torch.zeros_like(expected))
+        found = thinned_rows(values, weight, thresholds=[0.5, 0.9], counters=counters[1])
+        added = thinned_rows(
+            values, weight, thresholds=[0.5, 0.9], counters=counters[2], output=torch.zeros_like(expected)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(found, expected)
-    assert torch.equal(found, added) and counters[0] == counters[1] == counters[2]
+    assert torch.equal(found, added) and bool((counters == counters[0]).all()) and counters[0, 0] > counters[0, 1]
