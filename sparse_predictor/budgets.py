@@ -119,7 +119,7 @@ def read_budget(path: Path) -> DensityBudget:
     thresholds = values.get("thresholds")
     if isinstance(thresholds, list | dict):
         thresholds = _each_list(thresholds, lambda one: [-math.inf if value is None else value for value in one])
-    lists = list(thresholds.values()) if isinstance(thresholds, dict) else [thresholds]
+    lists: list[Any] = list(thresholds.values()) if isinstance(thresholds, dict) else [thresholds]
     names = [values.get(name) for name in ("method", "predictors")]
     if not lists or not all(isinstance(name, str) for name in names) or not all(map(_are_numbers, lists)):
         raise ValueError(f"{path}: expected method, predictors and thresholds (a number or null per layer) together")
