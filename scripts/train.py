@@ -73,7 +73,7 @@ class Options(RefinementFlags):
     learning_rate: float = 2e-3
     """Peak, of AdamW."""
     calibration_tokens: int | None = None
-    """Held-out tokens on which thresholds are set, the predictors' and the other methods'; default 16384, on a CPU 2048."""
+    """Held-out tokens on which thresholds are set, of predictors and other methods; default 16384, on a CPU 2048."""
 
 
 # What flags that were not given are, on a GPU and on a CPU: there the GPU's would take hours, of a small model, too.
