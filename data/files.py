@@ -107,7 +107,7 @@ def disk_errors(path: Path, remedy: str = AGAIN) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.strerror is None:  # in words already
+        if error.strerror is None or isinstance(error, BrokenPipeError):  # in words already; a reader that has gone
             raise
         if error.errno in NO_SPACE:
             free = shutil.disk_usage(next(one for one in path.absolute().parents if one.exists())).free
@@ -119,6 +119,15 @@ def disk_errors(path: Path, remedy: str = AGAIN) -> Iterator[None]:
         named = OSError(text)
         named.errno = error.errno
         raise named from error
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether `path` is a pipe, a terminal or a device: written once from front to back, and never replaced."""
+    try:  # as it is given: the target of /dev/stdout or /dev/fd/63 may have no name
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def sync_folder(folder: Path) -> None:
@@ -161,10 +170,10 @@ def only_writer(output: str | Path) -> Iterator[None]:
     The lock is `OUTPUT.lock` beside the output, held by the kernel (flock): it ends with the process, however that
     ends. A pipe, a terminal or a device has nothing to protect and is not locked.
     """
-    output = Path(os.path.realpath(output))
-    if output.exists() and not (stat.S_ISREG(output.stat().st_mode) or output.is_dir()):
+    if is_stream(output):
         yield
         return
+    output = Path(os.path.realpath(output))
     output.parent.mkdir(parents=True, exist_ok=True)
     path = output.with_name(output.name + LOCK_SUFFIX)
     descriptor = _locked(path, output)

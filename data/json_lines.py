@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+NUM_TOKEN_IDS = 2**31  # no vocabulary has more
+
 
 def require_file(path: Path, what: str) -> Path:
     """Return `path` unless it is a folder or missing: IsADirectoryError / FileNotFoundError name it."""
@@ -56,10 +58,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def check_token_ids(value: Any, where: str, key: str) -> list[int]:
-    """Return `value` if it is a non-empty list of integers >= 0, else raise ValueError naming `key`."""
+    """Return `value` if it is a non-empty list of integers in [0, 2**31), else raise ValueError naming `key`."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: `{key}` must be a non-empty list of token ids")
     for token_id in value:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise ValueError(f"{where}: `{key}` must hold integers >= 0, got {token_id!r}")
+        if token_id >= NUM_TOKEN_IDS:
+            raise ValueError(f"{where}: `{key}` must hold integers below 2**31, got {token_id}")
     return value

@@ -1,22 +1,25 @@
-"""Continue the prompts of a JSON-lines file, dense or sparse, in one process or on many; one JSON line an answer.
+"""Continue the prompts of a JSON-lines file, dense or sparse, in one process or on many; one JSON line per answer.
 
-Input and output lines are described in `data.prompts`. A request's own options win over the flags; the flags win over
-the model's generation_config.json. Under torchrun the first rank alone reads the prompts and writes the answers.
+Input lines are described in `data.prompts`, output lines in `data.completions`. A request's own options win over the
+flags; the flags win over the model's generation_config.json. Under torchrun the first rank alone reads the prompts and
+writes the answers.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
-from data.prompts import CompletionRecord, CompletionWriter, PromptRequest, check_option, read_prompts
+from data.completions import CompletionRecord, CompletionWriter, check_output, request_identity
+from data.prompts import PromptRequest, check_option, read_prompts, seed_of
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
-from modules.sampling import SamplingParams, mix_seed
+from modules.sampling import SamplingParams
 from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
+from pipeline_parallel.launch import current_launch
 from scripts.command_line import progress, run_stage
-from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, decode_text
+from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, decode_text, tokenizer_fingerprint
 from scripts.run_records import selection_labels, sources_of
 from scripts.selection_options import SelectionOptions
 
@@ -30,7 +33,7 @@ class Options(SelectionOptions, RunOptions):
     input: Path
     """JSON lines: prompt or prompt_token_ids; optionally id and the request's own options."""
     output: Path
-    """JSON lines, one an answer."""
+    """JSON lines, one per answer; a pipe or /dev/stdout gets each as it is finished."""
     max_new_tokens: int = 64
     """Tokens to generate at most; 0 only scores the prompt (with --echo)."""
     temperature: float | None = None
@@ -46,7 +49,9 @@ class Options(SelectionOptions, RunOptions):
     chat: bool = False
     """Each prompt is a user's message: put it into the model's chat template."""
     resume: bool = False
-    """Keep the answers that the output already holds, if they were made with the same options, and do the rest."""
+    """Keep the answers that the output already holds, if the same was asked with the same options, and do the rest."""
+    overwrite: bool = False
+    """Throw away the answers that the output already holds."""
     warmup: bool = False
     """Set everything up (libraries, CUDA graphs) before the first request instead of with it."""
 
@@ -55,6 +60,11 @@ def main(options: Options) -> GenerationTimings:
     """Answer every prompt that has no answer yet; returns where the time went."""
     flags = {name: _flag(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")}
     options.selection(seed=options.seed).check()
+    requests: list[PromptRequest] = []
+    how = {"resume": options.resume, "overwrite": options.overwrite}
+    if current_launch().rank == 0:  # before the model is loaded, which may take minutes
+        requests = read_prompts(options.input)
+        check_output(options.output, **how, prompts_path=options.input)
     loaded = options.load()
     stats = options.attach(loaded.model, seed=options.seed)
     mesh = loaded.mesh
@@ -62,14 +72,14 @@ def main(options: Options) -> GenerationTimings:
     check_same_everywhere(mesh, "a sparsity flag", repr(sparsity))
     defaults = _defaults(flags, loaded)
     settings = _settings(options, defaults, loaded)
-    work = mesh.from_rank_0(lambda: _prepare(options, defaults, loaded))
+    work = mesh.from_rank_0(lambda: _prepare(requests, options, defaults, loaded))
     with ExitStack() as stack:
-        # Opened after all prompts were read: what is wrong with one must not cost the answers already there.
+        # Opened after all prompts were prepared: what is wrong with one must not cost the answers already there.
         writer = None
         if mesh.rank == 0:
-            requests = [request for request, _ in work]
+            identities = {str(request.id): _identity(request, prepared) for request, prepared in work}
             writer = CompletionWriter(
-                options.output, requests, resume=options.resume, prompts_path=options.input, settings=settings
+                options.output, requests, **how, settings=settings, identities=identities
             )
             stack.enter_context(writer)
         unanswered = mesh.from_rank_0(lambda: {request.id for request in writer.pending} if writer else set())
@@ -96,14 +106,17 @@ def main(options: Options) -> GenerationTimings:
             timings=timings,
             warm_up=options.warmup,
         )
+    failed = f", {writer.num_failed} of all {len(work)} failed" if writer is not None and writer.num_failed else ""
     logger.info(
-        f"{len(pending)} answers written to {options.output}: prefill {timings.prefill_tokens_per_s:.1f} tokens/s, "
-        f"decode {timings.decode_tokens_per_s:.1f} tokens/s"
+        f"{len(pending)} answers written to {options.output}{failed}: prefill {timings.prefill_tokens_per_s:.1f} "
+        f"tokens/s, decode {timings.decode_tokens_per_s:.1f} tokens/s"
     )
     if options.method != "dense":
         stats = stats.summed(loaded.model.config.num_hidden_layers, mesh.sum)
         calls = ", ".join(f"{number} {path}" for path, number in stats.executions().items())
         logger.info(f"method {options.method}: block calls by path: {calls}")
+    if writer is not None and writer.num_failed == len(work):
+        raise ValueError(f"{options.output}: all {len(work)} prompts failed, the first because: {writer.first_error}")
     return timings
 
 
@@ -116,20 +129,19 @@ def _settings(options: Options, defaults: dict[str, Any], loaded: LoadedModel) -
         **selection_labels(selection, loaded.model.config.num_hidden_layers),
         **defaults,
         **{name: getattr(options, name) for name in ("seed", "echo", "chat")},
+        "eos_token_ids": list(loaded.generation_defaults.eos_token_ids),
+        "tokenizer": tokenizer_fingerprint(loaded.directory),
         **{name: found for name, found in sources_of(loaded, selection).items() if found is not None},
     }
 
 
 def _prepare(
-    options: Options, defaults: dict[str, Any], loaded: LoadedModel
+    requests: list[PromptRequest], options: Options, defaults: dict[str, Any], loaded: LoadedModel
 ) -> list[tuple[PromptRequest, GenerationRequest]]:
     """All prompts, each as it was read and as it is run."""
-    requests = read_prompts(options.input)
-    # A request without a seed has one of its own, so that equal prompts differ and --resume changes nothing.
-    seeds = {request.id: mix_seed(options.seed, position) >> 1 for position, request in enumerate(requests)}
 
     def prepare(request: PromptRequest) -> GenerationRequest:
-        values = request.options({**defaults, "seed": seeds[request.id]})
+        values = request.options({**defaults, "seed": seed_of(request, options.seed)})
         if values["stop"]:
             loaded.require_tokenizer(f"request {request.id!r} has stop strings")
         return GenerationRequest(
@@ -142,6 +154,14 @@ def _prepare(
         )
 
     return [(request, prepare(request)) for request in requests]
+
+
+def _identity(request: PromptRequest, prepared: GenerationRequest) -> str:
+    """All that determines an answer, but for what all answers have in common (`_settings`)."""
+    options = asdict(prepared)
+    token_ids = options.pop("prompt_token_ids")
+    del options["request_id"]
+    return request_identity(request.prompt, token_ids, options)
 
 
 def _flag(options: Options, name: str) -> Any:

@@ -5,6 +5,7 @@ A model is a converted folder, a Hugging Face folder, or a hub id (downloaded on
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from loguru import logger
 
+from data.files import sha256_of
 from modules.checkpoint import load_model
 from modules.checkpoint_files import checkpoint_fingerprint
 from modules.decoder import Decoder
@@ -235,6 +237,14 @@ class LoadedModel:
         from scripts.kept_text import kept_documents
 
         return lambda seed: kept_documents(self, seed=seed, max_tokens=max_tokens, quiet=quiet)
+
+
+def tokenizer_fingerprint(directory: Path) -> str | None:
+    """Twelve hex digits of a folder's vocabulary files; None if there are none. (What the other tokenizer files say is
+    seen in the token ids of prompts.)"""
+    files = [path for name in (*TOKENIZER_FILES, "merges.txt") if (path := directory / name).is_file()]
+    content = "".join(f"{path.name} {sha256_of(path)} " for path in files)
+    return hashlib.sha256(content.encode()).hexdigest()[:12] if files else None
 
 
 def decode_text(tokenizer: Any, token_ids: list[int]) -> str:

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import msgspec
 from loguru import logger
 
+from data.completions import MANIFEST_SUFFIX
 from data.differences import differences
 from data.files import only_writer, parse_json, read_json, write_json
-from data.prompts import MANIFEST_SUFFIX
 from modules.checkpoint_files import checkpoint_fingerprint
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions, decode_text, resolve_model

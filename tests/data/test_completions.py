@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.prompts import CompletionRecord, CompletionWriter, PromptRequest
+from data.completions import CompletionRecord, CompletionWriter, request_identity
+from data.files import only_writer
+from data.prompts import PromptRequest
 
 
 def make_requests(num_requests: int) -> list[PromptRequest]:
@@ -26,8 +28,10 @@ def answer(request: PromptRequest, **changes: Any) -> CompletionRecord:
         "token_ids": [1, 2],
         "logprobs": [None, -0.5],
         "finish_reason": "length",
+        "error": None,
         "num_prompt_tokens": 3,
         "mlp_density": 0.5,
+        "head_density": 1.0,
     }
     return CompletionRecord(**{**options, **changes})
 
@@ -68,13 +72,28 @@ def test_answers_are_on_the_disk_at_once_and_in_input_order_at_the_end(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_running_twice_does_not_double_the_file(tmp_path: Path) -> None:
+def test_overwriting_does_not_double_the_file(tmp_path: Path) -> None:
     path, requests = tmp_path / "out.jsonl", make_requests(3)
-    for _ in range(2):
-        with CompletionWriter(path, requests) as writer:
+    for overwrite in (False, True):
+        with CompletionWriter(path, requests, overwrite=overwrite) as writer:
             for request in requests:
                 writer.write(answer(request))
     assert read_ids(path) == [1, 2, 3]
+
+
+def test_answers_are_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(1)
+    path.touch()
+    with CompletionWriter(path, requests) as writer:  # an empty file is nobody's answers
+        writer.write(answer(requests[0]))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="out.jsonl holds answers already: --resume keeps them .*--overwrite starts"):
+        CompletionWriter(path, requests)
+    with pytest.raises(ValueError, match="--resume keeps the answers .*, and --overwrite throws them away: give one"):
+        CompletionWriter(path, requests, resume=True, overwrite=True)
+    with pytest.raises(IsADirectoryError, match="is a folder; give a file"):
+        CompletionWriter(tmp_path, requests)
+    assert path.read_bytes() == before
 
 
 @settings(deadline=None, max_examples=40)
@@ -109,20 +128,35 @@ def test_resuming_keeps_failed_answers_and_starts_where_there_is_no_file(tmp_pat
     ("line", "message"),
     [
         ("not json\n", "line 2: not JSON"),
-        ('{"id": 9, "prompt": "x"}\n', "line 2: cannot resume, `id` 9 belongs to no prompt of this run"),
-        (
-            '{"id": 2, "prompt": "another"}\n',
-            "line 2: cannot resume, `id` 2 belongs to no prompt of this run",
-        ),
-        ('{"id": 1, "prompt": "prompt 1"}\n', "line 2: cannot resume, `id` 1 is answered twice"),
-        ("{}\n", "line 2: cannot resume, `id` None belongs to no prompt"),
+        ("\x00" * 40 + "\n", "line 2: not JSON"),
+        ({"id": 9}, "line 2: cannot resume, `id` 9 belongs to no prompt of this run"),
+        ({"prompt": "another"}, "line 2: cannot resume, `id` 2 belongs to no prompt of this run"),
+        ({"id": 1, "prompt": "prompt 1"}, "line 2: cannot resume, `id` 1 is answered twice"),
+        ("{}\n", "line 2: object missing required field `id`"),
+        ("[]\n", "line 2: expected `object`, got `array`"),
+        ({"text": None}, "line 2: `text`: expected `str`, got `null`"),
+        ({"token_ids": [1, 2.5]}, "line 2: `token_ids.*`: expected `int`"),
+        ({"token_ids": [1, -2]}, "line 2: `token_ids.*`: expected `int` >= 0"),
+        ({"token_ids": [1]}, "line 2: answer 2: 2 log-probabilities for 1 token ids"),
+        ({"logprobs": [-0.5]}, "line 2: answer 2: 1 log-probabilities for 2 token ids"),
+        ({"logprobs": [-0.5, None]}, "line 2: answer 2: a log-probability after the first is null"),
+        ({"logprobs": [-0.5, float("nan")]}, "line 2: answer 2: a log-probability is not finite"),
+        ({"finish_reason": "eos"}, "line 2: finish_reason must be one of"),
+        ({"finish_reason": "error"}, "line 2: answer 2: an `error` text goes with"),
+        ({"mlp_density": 1.5}, "line 2: `mlp_density`: expected `float` <= 1.0"),
+        ({"num_prompt_tokens": "3"}, "line 2: `num_prompt_tokens`: expected `int`, got `str`"),
+        ({"more": 1}, "line 2: object contains unknown field `more`"),
     ],
 )
-def test_a_file_of_other_answers_is_neither_resumed_nor_touched(tmp_path: Path, line: str, message: str) -> None:
+def test_a_file_of_other_or_damaged_answers_is_neither_resumed_nor_touched(
+    tmp_path: Path, line: str | dict[str, Any], message: str
+) -> None:
     path, requests = tmp_path / "out.jsonl", make_requests(2)
-    path.write_text('{"id": 1, "prompt": "prompt 1"}\n' + line + '{"half')
+    if isinstance(line, dict):
+        line = json.dumps({**json.loads(answer(requests[1]).to_line()), **line}) + "\n"
+    path.write_bytes(answer(requests[0]).to_line() + line.encode() + b'{"half')
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"out.jsonl {message}"):
+    with pytest.raises(ValueError, match=f"out.jsonl {message}.*--overwrite to start afresh"):
         CompletionWriter(path, requests, resume=True)
     assert path.read_bytes() == before
 
@@ -133,17 +167,24 @@ def test_answers_of_other_settings_are_neither_resumed_nor_touched(tmp_path: Pat
     with CompletionWriter(path, requests, settings=settings) as writer:
         writer.write(answer(requests[0]))
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
-    assert manifest["format_version"] == 1 and manifest["settings"] == {**settings, "stop": ["a", "b"]}
+    assert manifest["format_version"] == 2 and manifest["settings"] == {**settings, "stop": ["a", "b"]}
     before = path.read_bytes()
     with CompletionWriter(path, requests, resume=True, settings=settings) as writer:
         assert [request.id for request in writer.pending] == [2]
     other = {"method": "dense", "stop": ("a", "b"), "top_p": 1.0, "top_k": 5}
-    differ = "method is 'random' of its answers, 'dense' now; top_k is None of its answers, 5 now; give another output"
+    differ = "method is 'random' of its answers, 'dense' now; top_k is None of its answers, 5 now; give another --output"
     with pytest.raises(ValueError, match=f"cannot resume .*out.jsonl: {differ}"):
         CompletionWriter(path, requests, resume=True, settings=other)
-    (tmp_path / "out.jsonl.manifest.json").write_text('{"format": "something else"}')
-    with pytest.raises(ValueError, match="out.jsonl.manifest.json is not the manifest of answers"):
-        CompletionWriter(path, requests, resume=True, settings=settings)
+    for text, message in (
+        ('{"format": "something else", "format_version": 1}', " is not the manifest of answers"),
+        ('{"format": "dejavu-lab answers", "format_version": 1, "settings": {}}', ": format_version 1, but this ver"),
+        ('{"format": "dejavu-lab answers", "format_version": 2, "settings": null}', ": `settings`: expected `object`"),
+        ('{"format": 3}', ": `format`: expected `str`, got `int`"),
+        ("[" * 100000, ": nested too deeply|: not JSON"),
+    ):
+        (tmp_path / "out.jsonl.manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=f"cannot resume .*out.jsonl.manifest.json({message}).*--overwrite"):
+            CompletionWriter(path, requests, resume=True, settings=settings)
     (tmp_path / "out.jsonl.manifest.json").unlink()
     with pytest.raises(ValueError, match="out.jsonl.manifest.json, which says how its answers were made, is not"):
         CompletionWriter(path, requests, resume=True, settings=settings)
@@ -159,9 +200,64 @@ def test_without_a_whole_answer_any_settings_may_resume_and_are_those_of_the_man
     path.write_text(left_over)
     CompletionWriter(path, requests, resume=True, settings={"method": "oracle"}).close()
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "oracle"}
-    with CompletionWriter(path, requests, settings={"method": "random"}) as writer:  # afresh, over the others
+    with CompletionWriter(path, requests, settings={"method": "random"}) as writer:  # afresh: there is no answer
         writer.write(answer(requests[0]))
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "random"}
+
+
+ASKED = {"prompt": "a", "token_ids": [1, 2], "options": {"seed": 3, "stop": ()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"prompt": None}, "prompt changed"),
+        ({"token_ids": [1, 3]}, r"token ids \(tokenizer, chat template\) changed"),
+        ({"options": {"seed": 4, "stop": ()}}, "options or seed changed"),
+        ({"prompt": "b", "token_ids": [2]}, r"prompt and token ids \(tokenizer, chat template\) changed"),
+    ],
+)
+@pytest.mark.parametrize("request_id", ["x", 1])
+def test_the_answer_to_another_request_of_the_same_id_is_not_kept(
+    tmp_path: Path, request_id: str | int, changes: dict[str, Any], message: str | None
+) -> None:
+    path, request = tmp_path / "out.jsonl", PromptRequest(id=request_id, prompt_token_ids=(1,))
+    before = {"settings": {}, "identities": {str(request_id): request_identity(**ASKED)}}
+    with CompletionWriter(path, [request], **before) as writer:
+        writer.write(answer(request))
+    now = {"settings": {}, "identities": {str(request_id): request_identity(**{**ASKED, **changes})}}
+    if message is None:
+        assert CompletionWriter(path, [request], resume=True, **now).pending == []
+        return
+    hint = r" \(without `id`, the line number is the id: .*\)" if request_id == 1 else ""
+    with pytest.raises(ValueError, match=f"request {request_id!r} is not the one .* answered: {message}{hint}; give"):
+        CompletionWriter(path, [request], resume=True, **now)
+
+
+def test_more_prompts_may_follow_and_the_manifest_knows_them_before_they_are_answered(tmp_path: Path) -> None:
+    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    identities = {str(request.id): request_identity(**{**ASKED, "prompt": request.prompt}) for request in requests}
+    with CompletionWriter(path, requests[:1], settings={}, identities={"1": identities["1"]}) as writer:
+        writer.write(answer(requests[0]))
+    writer = CompletionWriter(path, requests, resume=True, settings={}, identities=identities)
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["answers"] == identities
+    assert [request.id for request in writer.pending] == [2]
+
+
+def test_a_pipe_gets_each_line_as_it_is_finished_and_nothing_else(tmp_path: Path) -> None:
+    requests = make_requests(2)
+    os.mkfifo(tmp_path / "fifo")
+    fifo = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    unnamed = os.pipe()  # what `>(...)` and `/dev/stdout | ...` are: a link to something without a name
+    for path, reader in ((tmp_path / "fifo", fifo), (f"/dev/fd/{unnamed[1]}", unnamed[0])):
+        with only_writer(path), CompletionWriter(path, requests, settings={}) as writer:
+            for request in reversed(requests):
+                writer.write(answer(request))
+                assert json.loads(os.read(reader, 10_000))["id"] == request.id
+        with pytest.raises(ValueError, match="cannot resume .*: it is not a regular file"):
+            CompletionWriter(path, requests, resume=True)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["fifo"]
 
 
 def test_prompts_given_as_token_ids_resume_by_id(tmp_path: Path) -> None:
@@ -214,7 +310,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
     with CompletionWriter(path, requests) as writer:
         writer.write(answer(requests[0]))
-        monkeypatch.setattr("data.prompts.os.write", write_some)
+        monkeypatch.setattr("data.completions.os.write", write_some)
         with pytest.raises(OSError, match="No space left"):
             writer.write(answer(requests[1]))
         monkeypatch.undo()

@@ -125,6 +125,34 @@ def test_a_prompt_beyond_the_context_fails_alone(folder: Path, tmp_path: Path) -
     assert records[1]["token_ids"] == [] == records[1]["logprobs"] and records[1]["num_prompt_tokens"] == 65
 
 
+def test_failed_prompts_are_counted_and_all_failed_is_an_error(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "w1"}, {"prompt": ""}, {"prompt": "w2 " * 65})
+    arguments = ["--model", str(folder), "--input", str(prompts), "--output", str(tmp_path / "out.jsonl")]
+    run_stage(main, Options, arguments)
+    assert "3 answers written to " in (said := capsys.readouterr().err) and "out.jsonl, 2 of all 3 failed" in said
+    write_prompts(prompts, {"prompt": "", "id": "empty"})
+    for more in (["--overwrite"], ["--resume"]):
+        with pytest.raises(SystemExit) as stop:
+            run_stage(main, Options, [*arguments, *more])
+        assert stop.value.code == 2
+        assert "out.jsonl: all 1 prompts failed, the first because: " in capsys.readouterr().err.splitlines()[-1]
+    assert json.loads((tmp_path / "out.jsonl").read_text())["finish_reason"] == "error"
+
+
+def test_a_missing_input_is_told_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Options, "load", lambda options: pytest.fail("a model is loaded"))
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl does not exist"):
+        main(Options(model=str(folder), input=tmp_path / "nowhere.jsonl", output=tmp_path / "out.jsonl"))
+    (tmp_path / "out.jsonl").write_text("earlier answers")
+    prompts = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "w1"})
+    with pytest.raises(ValueError, match="holds answers already"):
+        main(Options(model=str(folder), input=prompts, output=tmp_path / "out.jsonl"))
+
+
 def test_sparse_runs_report_what_they_computed(folder: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "w1 w2"}, {"prompt": "w3"}]
     dense = infer(folder, tmp_path, *lines, max_new_tokens=5)

@@ -1,6 +1,7 @@
 """`infer --resume`: answers are kept if they were made alike, and the rest is done."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from modules.generation import generate
 from modules.requests import GenerationRequest
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
-from tests.scripts.tiny_prompts import infer, words_folder
+from tests.scripts.tiny_prompts import CHAT_TEMPLATE, infer, words_folder
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,67 @@ def test_resume_keeps_the_answers_and_completes_the_rest(
     assert infer(folder, tmp_path, *lines, resume=True, **options) == whole
     assert generated == [3]
     assert infer(folder, tmp_path, *lines, resume=True, **options) == whole, "nothing left to do"
-    assert infer(folder, tmp_path, *lines, **options) == whole, "run twice: written anew, not appended"
+    assert infer(folder, tmp_path, *lines, **options) == whole, "overwritten: written anew, not appended"
+    with pytest.raises(ValueError, match="out.jsonl holds answers already: --resume keeps them"):
+        infer(folder, tmp_path, *lines, overwrite=False, **options)
+    assert read_lines(output) == whole
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ([{"prompt_token_ids": [5]}], [{"prompt_token_ids": [6]}], "request 1 is not .*: token ids"),
+        ([{"prompt": "w1", "id": "a"}], [{"prompt_token_ids": [4], "id": "a"}], "`id` 'a' belongs to no prompt"),
+        ([{"prompt": "w1"}], [{"prompt": "w1", "temperature": 2.0}], "request 1 is not .*: options or seed changed"),
+        ([{"prompt": "w1"}], [{"prompt": "w1", "seed": 7}], "request 1 is not .*: options or seed changed"),
+        (
+            [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6]}],
+            [{"prompt_token_ids": [7]}, {"prompt_token_ids": [5]}, {"prompt_token_ids": [6]}],
+            "request 1 is not .*was a line put in",
+        ),
+    ],
+)
+def test_answers_to_other_requests_are_not_kept(
+    folder: Path, tmp_path: Path, then: list[dict[str, Any]], now: list[dict[str, Any]], message: str
+) -> None:
+    infer(folder, tmp_path, *then, max_new_tokens=2)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        infer(folder, tmp_path, *now, max_new_tokens=2, resume=True)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_another_chat_template_tokenizer_or_end_of_text_is_noticed(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    line: dict[str, Any] = {"prompt": "w5 w6"}
+    infer(model, tmp_path, line, max_new_tokens=2, chat=True)
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + " w2")
+    with pytest.raises(ValueError, match=r"request 1 is not the one .*: token ids \(tokenizer, chat template\) changed"):
+        infer(model, tmp_path, line, max_new_tokens=2, chat=True, resume=True)
+    infer(model, tmp_path, line, max_new_tokens=2)
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 60]}')
+    with pytest.raises(ValueError, match=r"eos_token_ids is \[2\] of its answers, \[2, 60\] now"):
+        infer(model, tmp_path, line, max_new_tokens=2, resume=True)
+    (model / "generation_config.json").unlink()
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(tokenizer.replace('"w99"', '"other"'))  # in no prompt, but in answers
+    with pytest.raises(ValueError, match="tokenizer is '"):
+        infer(model, tmp_path, line, max_new_tokens=2, resume=True)
+
+
+def test_a_draw_hangs_on_the_id_and_not_on_the_line(folder: Path, tmp_path: Path) -> None:
+    first: dict[str, Any] = {"prompt": "w5", "id": "first"}
+    second: dict[str, Any] = {"prompt": "w5", "id": "second"}
+    options = {"temperature": 1.0, "max_new_tokens": 8}
+    one, two = infer(folder, tmp_path, first, second, **options)
+    assert one["token_ids"] != two["token_ids"]
+    assert infer(folder, tmp_path, second, first, resume=True, **options) == [two, one]
+    assert infer(folder, tmp_path, second, first, **options) == [two, one]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +131,7 @@ def test_answers_made_with_other_options_are_not_resumed(
     if message is None:  # how the work is cut changes nothing
         assert len(infer(folder, tmp_path, *lines, resume=True, **options, **changes)) == 2
         return
-    with pytest.raises(ValueError, match=f"cannot resume .*{message}.*leave out --resume to start afresh"):
+    with pytest.raises(ValueError, match=f"cannot resume .*{message}.*--overwrite to start afresh"):
         infer(folder, tmp_path, *lines, resume=True, **{**options, **changes})
     assert output.read_bytes() == before
 
@@ -89,7 +150,7 @@ def test_a_damaged_manifest_of_answers_says_what_to_do(folder: Path, tmp_path: P
     before = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl.manifest.json").write_text('{"settings"')
     with pytest.raises(
-        ValueError, match=r"cannot resume .*manifest.json: not JSON .*leave out --resume to start afresh"
+        ValueError, match=r"cannot resume .*manifest.json: not JSON .*--overwrite to start afresh"
     ):
         infer(folder, tmp_path, {"prompt": "w1 w2"}, resume=True)
     assert (tmp_path / "out.jsonl").read_bytes() == before

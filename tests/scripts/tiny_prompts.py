@@ -32,7 +32,9 @@ def write_prompts(path: Path, *lines: dict[str, Any] | str) -> Path:
 
 
 def infer(model: Path, tmp_path: Path, *lines: dict[str, Any] | str, **options: Any) -> list[dict[str, Any]]:
+    """The answers to these prompts, over older ones unless they are to be resumed."""
     output = tmp_path / "out.jsonl"
+    options = {"overwrite": not options.get("resume", False), **options}
     prompts = write_prompts(tmp_path / "prompts.jsonl", *lines)
     main(Options(model=str(model), input=prompts, output=output, quiet=True, **options))
     return [json.loads(line) for line in output.read_text().splitlines()]
