@@ -21,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from data.files import disk_errors
+
 Record = dict[str, Any]
 Label = str | int | float | bool | None
 
@@ -121,7 +123,7 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
     line = (_encode(record) + "\n").encode()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+", buffering=0) as file:
+    with disk_errors(path), path.open("ab+", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         _mend_last_line(file)
         if file.write(line) != len(line):

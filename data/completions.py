@@ -2,7 +2,7 @@
 they were made and what was asked.
 
 The manifest holds `settings`, what all answers depend on, and `answers`: for each id the identity of its request
-(`request_identity`). Both are on the disk before the first answer is, so that a run killed at any moment can be resumed.
+(`request_identity`). Both are on the disk before the first answer is: a run killed at any moment can be resumed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MANIFEST_SUFFIX = ".manifest.json"  # appended to the whole name: the answers ma
 FORMAT, FORMAT_VERSION = "dejavu-lab answers", 2
 FINISH_REASONS = ("stop", "length", "error")
 IDENTITY_PARTS = ("prompt", "token ids (tokenizer, chat template)", "options or seed")
+ON_A_FULL_DISK = "free space there, then give the same command with --resume"
 AFRESH = "give another --output, or --overwrite to start afresh"
 
 TokenId = Annotated[int, Meta(ge=0, lt=NUM_TOKEN_IDS)]
@@ -91,7 +92,7 @@ def check_output(path: str | Path, *, resume: bool, overwrite: bool, prompts_pat
     what shall become of them."""
     path = Path(path)
     if resume and overwrite:
-        raise ValueError("--resume keeps the answers that are there, and --overwrite throws them away: give one of them")
+        raise ValueError("--resume keeps the answers that are there and --overwrite throws them away: give one of them")
     if path.is_dir():
         raise IsADirectoryError(f"--output {path} is a folder; give a file")
     if prompts_path is not None and os.path.realpath(path) == os.path.realpath(prompts_path):
@@ -171,7 +172,7 @@ class CompletionWriter:
             raise ValueError(f"answer with id {record.id!r} {problem}")
         line = record.to_line()
         try:
-            with disk_errors(self.path):  # a write does not know the name of its file
+            with disk_errors(self.path, ON_A_FULL_DISK):  # a write does not know the name of its file
                 num_written = 0
                 while num_written < len(line):  # one call, unless a signal or a full disk cuts it short
                     num_written += os.write(self._descriptor, line[num_written:])
@@ -190,7 +191,7 @@ class CompletionWriter:
             return
         try:
             if self._is_file:
-                with disk_errors(self.path):
+                with disk_errors(self.path, ON_A_FULL_DISK):
                     os.fsync(self._descriptor)
                 ordered = [key for key in self._requests if key in self._spans]
                 if ordered != list(self._spans):
@@ -207,7 +208,7 @@ class CompletionWriter:
     def _rewrite(self, keys: list[str]) -> None:
         temporary = self.path.with_name(self.path.name + ".tmp")
         try:
-            with disk_errors(temporary), open(self.path, "rb") as source, open(temporary, "wb") as target:
+            with disk_errors(temporary, ON_A_FULL_DISK), open(self.path, "rb") as source, open(temporary, "wb") as target:
                 for key in keys:
                     start, stop = self._spans[key]
                     source.seek(start)

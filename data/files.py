@@ -212,8 +212,9 @@ def _locked(path: Path, output: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(descriptor, path):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"{_this_process()} ({_command()})".encode())
+                with disk_errors(path):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"{_this_process()} ({_command()})".encode())
                 return descriptor
         except BlockingIOError as error:
             holder = _holder(descriptor)

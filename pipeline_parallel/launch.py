@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,6 +51,21 @@ class Launch:
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.world_size:
             time.sleep(MEETING_INTERVAL_S)
+
+    def check_same(self, options: Mapping[str, str]) -> None:
+        """ValueError on each rank that was given other options than rank 0, naming the first that differs and both
+        values. Ranks that disagree would compute nonsense together, or wait for each other for good."""
+        if self.store is None:
+            return
+        key = f"options{next(self._meetings)}"
+        if self.rank == 0:
+            self.store.set(key, json.dumps(options))
+            return
+        theirs = json.loads(self.store.get(key))
+        for name in [*options, *theirs]:
+            ours, other = options.get(name, "not given"), theirs.get(name, "not given")
+            if ours != other:
+                raise ValueError(f"{name} is {ours} here and {other} on rank 0; give all ranks the same options")
 
 
 _current = Launch()
@@ -150,6 +166,7 @@ def distributed(
     interval_s: float = 1.0,
     patience_s: float = 15.0,
     explain: Callable[[BaseException], str] = str,
+    advice: str = "",
 ) -> Iterator[Launch]:
     """Join the ranks, with NCCL for GPUs and gloo for CPUs; within the block `current_launch` is this rank's.
 
@@ -158,7 +175,8 @@ def distributed(
     One process without a launcher: nothing of all this.
 
     device: auto, cpu or cuda, the same on all ranks. timeout_s: of a collective; generous, since the watch ends a
-    run whose rank is gone after `patience_s` (see RankWatch). explain: the cause in words.
+    run whose rank is gone after `patience_s` (see RankWatch). explain: the cause in words. advice: what to do
+    once a signal has ended the run.
     """
     global _current
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -204,17 +222,17 @@ def distributed(
         dist.destroy_process_group()
         watch.leave()
     except BaseException as error:
-        _fail(watch, error, explain)
+        _fail(watch, error, explain, advice)
     finally:
         _current = Launch()
 
 
-def _fail(watch: RankWatch, error: BaseException, explain: Callable[[BaseException], str]) -> NoReturn:
+def _fail(watch: RankWatch, error: BaseException, explain: Callable[[BaseException], str], advice: str) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         name = str(error) or "SIGINT"
         if name == "SIGTERM":  # torchrun ends the other ranks so
             watch.settle()
-        watch.fail(f"ended by {name}", 128 + signal.Signals[name])
+        watch.fail(f"ended by {name}{advice and '; '}{advice}", 128 + signal.Signals[name])
     if isinstance(error, ValueError | OSError):
         logger.opt(exception=error).debug("the traceback of the error below")
         watch.fail(explain(error), BAD_INPUT)

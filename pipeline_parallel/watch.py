@@ -8,6 +8,7 @@ store that is gone or no longer answers, and on a signal that the main thread do
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -110,6 +112,7 @@ class RankWatch:
             self._store_error = str(error)
         if winner == posted:
             _print_error(line, details)
+            _tell_torchrun(line)
         self._failure = winner
 
     def fail(self, cause: str, exit_code: int = 1, *, details: str = "") -> NoReturn:
@@ -286,3 +289,12 @@ def _print_error(line: str, details: str = "") -> None:
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{start}{details}error: {line}\n")
         sys.stderr.flush()
+
+
+def _tell_torchrun(line: str) -> None:
+    """torchrun's own report of a failure then says why, too (`error_file`; it asks for a message with these keys)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        extra = {"py_callstack": f"error: {line}", "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")

@@ -226,4 +226,4 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_stage(main, Options)
+    run_stage(main, Options, shares_output=True)

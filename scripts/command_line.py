@@ -7,6 +7,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, cast, overload
 
@@ -15,6 +17,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from scripts.expected_time import TellingBar
+from data.files import AGAIN, NO_SPACE, only_writer
 
 Options = TypeVar("Options")
 Item = TypeVar("Item")
@@ -30,6 +33,7 @@ def run_stage(
     args: Sequence[str] | None = None,
     *,
     distributed: bool = False,
+    shares_output: bool = False,
 ) -> None:
     """Runs `main(options)`, where the options come from the command line (or `args`); of a union of classes the first
     word says which.
@@ -40,22 +44,30 @@ def run_stage(
     of ours and keeps its traceback.
 
     distributed: `main` knows how to share the work with the ranks that torchrun started (`current_launch`), and runs
-    on each of them. Then an error on one ends all, as `pipeline_parallel.launch` says.
+    on each of them. Then an error on one ends all, as `pipeline_parallel.launch` says, and options that are not the
+    same on all of them are refused.
+
+    A field `output` is a file that one run at a time may write, and a second one fails at once; shares_output: runs
+    of this stage append to one file side by side.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a terminal without a multiplication sign is no reason to end
     # What is wrong before the ranks meet is wrong on all of them: said once a host.
     unheard = io.StringIO() if os.environ.get("LOCAL_RANK", "0") != "0" else None
-    with contextlib.redirect_stderr(unheard or sys.stderr), contextlib.redirect_stdout(unheard or sys.stdout):
-        options = tyro.cli(
-            cast("type[Options]", options_class),
-            args=args,
-            prog=_program_name(),
-            description=(None if isinstance(options_class, UnionType) else options_class.__doc__) or main.__doc__,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    configure_logging(quiet=bool(getattr(options, "quiet", False)))
+    resumes = ""
     try:
+        with contextlib.redirect_stderr(unheard or sys.stderr), contextlib.redirect_stdout(unheard or sys.stdout):
+            options = _parse(options_class, args, main.__doc__)
+        configure_logging(quiet=bool(getattr(options, "quiet", False)))
+        resumes = "continue with --resume" if hasattr(options, "resume") else ""
+        lock = contextlib.nullcontext() if shares_output else _output_lock(options)
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            main(options)
+            with lock:
+                main(options)
+            sys.stdout.flush()  # a reader that has gone is noticed here, and not as the interpreter ends
             return
         if not distributed:
             # Every rank would do all of the work and write the same files.
@@ -66,8 +78,11 @@ def run_stage(
         from pipeline_parallel import launch  # here, since it imports torch, which not every stage needs
 
         unheard = None  # from here on what goes wrong may be this rank's alone
-        with launch.distributed(getattr(options, "device", "auto"), explain=one_line):
-            main(options)
+        device = getattr(options, "device", "auto")
+        with launch.distributed(device, explain=one_line, advice=resumes) as joined:
+            joined.check_same(_shared_options(options))
+            with lock:
+                main(options)
     except BrokenPipeError:  # whoever read our output (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(OUTPUT_CLOSED) from None
@@ -77,8 +92,38 @@ def run_stage(
         print(f"error: {whose}{one_line(error)}", file=unheard or sys.stderr)
         raise SystemExit(BAD_INPUT) from None
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted" + (f"; {resumes}" if resumes else ""), file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
+
+
+def _parse(options_class: type[Options] | UnionType, args: Sequence[str] | None, description: str | None) -> Options:
+    try:
+        return tyro.cli(
+            cast("type[Options]", options_class),
+            args=args,
+            prog=_program_name(),
+            description=(None if isinstance(options_class, UnionType) else options_class.__doc__) or description,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    finally:
+        sys.stdout.flush()  # of --help
+
+
+def _output_lock(options: object) -> contextlib.AbstractContextManager[None]:
+    """Of the first rank, which alone writes."""
+    output = getattr(options, "output", None)
+    is_writer = isinstance(output, Path) and os.environ.get("RANK", "0") == "0"
+    return only_writer(cast("Path", output)) if is_writer else contextlib.nullcontext()
+
+
+def _shared_options(options: Any) -> dict[str, str]:
+    """What all ranks must have been given alike, by flag. Of a model and a corpus the contents are compared where they
+    are read: hosts may keep them in different places."""
+    return {
+        f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
+        for field in fields(options)
+        if field.name not in ("device", "quiet", "model", "corpus")
+    }
 
 
 def _program_name() -> str:
@@ -89,7 +134,7 @@ def _program_name() -> str:
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks; an OSError of the system as `file: what is wrong`."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}" + (f"; {AGAIN}" if error.errno in NO_SPACE else "")
     return " ".join(str(error).split()) or type(error).__name__
 
 

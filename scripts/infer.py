@@ -16,7 +16,7 @@ from data.completions import CompletionRecord, CompletionWriter, check_output, r
 from data.prompts import PromptRequest, check_option, read_prompts, seed_of
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams
-from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
+from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.launch import current_launch
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, decode_text, tokenizer_fingerprint
@@ -68,8 +68,6 @@ def main(options: Options) -> GenerationTimings:
     loaded = options.load()
     stats = options.attach(loaded.model, seed=options.seed)
     mesh = loaded.mesh
-    sparsity = (options.method, options.mlp_density, options.head_density, options.sparse_phases)
-    check_same_everywhere(mesh, "a sparsity flag", repr(sparsity))
     defaults = _defaults(flags, loaded)
     settings = _settings(options, defaults, loaded)
     work = mesh.from_rank_0(lambda: _prepare(requests, options, defaults, loaded))
@@ -78,9 +76,7 @@ def main(options: Options) -> GenerationTimings:
         writer = None
         if mesh.rank == 0:
             identities = {str(request.id): _identity(request, prepared) for request, prepared in work}
-            writer = CompletionWriter(
-                options.output, requests, **how, settings=settings, identities=identities
-            )
+            writer = CompletionWriter(options.output, requests, **how, settings=settings, identities=identities)
             stack.enter_context(writer)
         unanswered = mesh.from_rank_0(lambda: {request.id for request in writer.pending} if writer else set())
         pending = [(request, prepared) for request, prepared in work if request.id in unanswered]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ def main(options: LaunchOptions) -> None:
             theirs = include_path if isinstance(include_path, list | tuple) else [include_path]
             super().__init__(*args, include_path=[str(OUR_TASKS), *filter(None, theirs)], **named)
 
+    current_launch().check_same({"the command line": shlex.join(sys.argv[1:])})
     rank = current_launch().rank
     if rank != 0:
         os.environ["LMEVAL_LOG_LEVEL"] = "ERROR"

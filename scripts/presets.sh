@@ -41,10 +41,10 @@ run_python() {
     if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
     command=("$python")
     if [ "${NNODES:-1}" -gt 1 ]; then
-        command+=(-m torch.distributed.run --nnodes "$NNODES" --nproc-per-node "${NUM_GPUS:-1}")
+        command+=(-m pipeline_parallel.torchrun --nnodes "$NNODES" --nproc-per-node "${NUM_GPUS:-1}")
         command+=(--rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?give HOST:PORT of one of the hosts}")
     elif [ "${NUM_GPUS:-1}" -gt 1 ]; then
-        command+=(-m torch.distributed.run --standalone --nproc-per-node "$NUM_GPUS")
+        command+=(-m pipeline_parallel.torchrun --standalone --nproc-per-node "$NUM_GPUS")
     fi
     # Without it torch prints a C++ backtrace for every connection that a failed rank leaves open.
     export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"

@@ -45,7 +45,8 @@ score --method oracle cats teal static random --mlp-density 0.5
 step "5/6 generate"
 printf '%s\n' '{"id": "tides", "prompt": "Why does the sea have tides?"}' '{"id": "bread", "prompt": "Write two sentences about bread."}' >"$run_dir/prompts.jsonl"
 answer() {
-    bash scripts/infer.sh SmolLM2 --dtype "$dtype" --chat --input "$run_dir/prompts.jsonl" --max-new-tokens 48 "$@"
+    bash scripts/infer.sh SmolLM2 --dtype "$dtype" --chat --input "$run_dir/prompts.jsonl" --max-new-tokens 48 \
+        --overwrite "$@"
 }
 answer --output "$run_dir/dense.jsonl"
 answer --output "$run_dir/sparse.jsonl" --method predictor --mlp-density 0.5

@@ -23,7 +23,7 @@ port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on one host do not meet by mis
 export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}" # no C++ backtrace for each connection that a failure cuts
 
 # A rank that fails ends all ranks, and says why. --kill-on-bad-exit is for a whole torchrun that is gone.
-srun --kill-on-bad-exit=1 .venv/bin/python -m torch.distributed.run \
+srun --kill-on-bad-exit=1 .venv/bin/python -m pipeline_parallel.torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node gpu \
     --rdzv-backend c10d --rdzv-endpoint "$first_host:$port" --rdzv-id "$SLURM_JOB_ID" \
     -m "scripts.$stage" "$@"

@@ -89,7 +89,7 @@ def test_answers_are_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> 
     before = path.read_bytes()
     with pytest.raises(ValueError, match="out.jsonl holds answers already: --resume keeps them .*--overwrite starts"):
         CompletionWriter(path, requests)
-    with pytest.raises(ValueError, match="--resume keeps the answers .*, and --overwrite throws them away: give one"):
+    with pytest.raises(ValueError, match="--resume keeps the answers .* and --overwrite throws them away: give one"):
         CompletionWriter(path, requests, resume=True, overwrite=True)
     with pytest.raises(IsADirectoryError, match="is a folder; give a file"):
         CompletionWriter(tmp_path, requests)
@@ -172,7 +172,7 @@ def test_answers_of_other_settings_are_neither_resumed_nor_touched(tmp_path: Pat
     with CompletionWriter(path, requests, resume=True, settings=settings) as writer:
         assert [request.id for request in writer.pending] == [2]
     other = {"method": "dense", "stop": ("a", "b"), "top_p": 1.0, "top_k": 5}
-    differ = "method is 'random' of its answers, 'dense' now; top_k is None of its answers, 5 now; give another --output"
+    differ = "method is 'random' of its answers, 'dense' now; top_k is None of its answers, 5 now; give another --out"
     with pytest.raises(ValueError, match=f"cannot resume .*out.jsonl: {differ}"):
         CompletionWriter(path, requests, resume=True, settings=other)
     for text, message in (
@@ -311,7 +311,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     with CompletionWriter(path, requests) as writer:
         writer.write(answer(requests[0]))
         monkeypatch.setattr("data.completions.os.write", write_some)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="out.jsonl: no space left .* then give the same command with --resume"):
             writer.write(answer(requests[1]))
         monkeypatch.undo()
         assert read_ids(path) == [1]

@@ -80,8 +80,8 @@ def start_ranks(
 
 
 def start_torchrun(arguments: Sequence[str], world_size: int, environment: Mapping[str, str] | None = None) -> Started:
-    """The same ranks under torchrun; `arguments` name a module (-m NAME ...) or a file."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    """The same ranks under our torchrun; `arguments` name a module (-m NAME ...) or a file."""
+    launcher = ["-m", "pipeline_parallel.torchrun", "--standalone", "--nproc-per-node", str(world_size)]
     return _start([sys.executable, *launcher, *arguments], environment or {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from data.files import only_writer
 from scripts.infer import Options, main
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import save_hf_folder
@@ -209,7 +211,9 @@ def test_on_a_full_disk_rank_0_names_the_file_and_resume_completes_it(
     expected = uninterrupted[:NUM_FEW]
     limit = {"MAX_FILE_BYTES_RANK_0": "10000"}
     ended = wait_all(start_ranks([WORKER, *arguments(model, prompts, output, "--tp-size", "2")], 2, limit), 60)
-    assert only_error(ended) == f"error: rank 0 (tp 0): {output}: File too large"
+    error = only_error(ended)
+    assert error.startswith(f"error: rank 0 (tp 0): {output}: no space left to write it (")
+    assert error.endswith("; free space there, then give the same command with --resume")
     assert output.stat().st_size <= 10000
     assert_part_of(read_answers(output), expected)
     answers = in_one_process(model, prompts, output, resume=True, max_new_tokens=TOKENS_EACH)
@@ -218,7 +222,24 @@ def test_on_a_full_disk_rank_0_names_the_file_and_resume_completes_it(
 
 def test_a_full_device_is_one_line_also_for_answers_of_another_replica(model: Path, many_prompts: Path) -> None:
     ended = wait_all(start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, "/dev/full")], 2), 60)
-    assert only_error(ended) == "error: rank 0 (dp 0): /dev/full: No space left on device"
+    assert only_error(ended).startswith("error: rank 0 (dp 0): /dev/full: no space left to write it (")
+
+
+def test_options_that_differ_between_ranks_are_refused_by_flag_and_values(
+    model: Path, many_prompts: Path, tmp_path: Path
+) -> None:
+    given = arguments(model, many_prompts, tmp_path / "out.jsonl", "--tp-size", "2", "--seed", "{rank}")
+    error = only_error(wait_all(start_ranks([WORKER, *given], 2), 60))
+    assert error == "error: rank 1: --seed is 1 here and 0 on rank 0; give all ranks the same options"
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_ranks_do_not_write_where_another_run_does(model: Path, many_prompts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with only_writer(output):
+        ended = wait_all(start_ranks(["-m", "scripts.infer", *arguments(model, many_prompts, output)], 2), 60)
+    assert only_error(ended).startswith(f"error: rank 0: {output} is being written by process {os.getpid()} on ")
+    assert not output.exists()
 
 
 def test_another_checkpoint_on_one_rank_is_refused(model: Path, many_prompts: Path, tmp_path: Path) -> None:
@@ -236,5 +257,5 @@ def test_a_bad_prompts_file_is_one_line_and_leaves_the_output_alone(model: Path,
     output.write_text("earlier answers\n")
     ended = wait_all(start_ranks(["-m", "scripts.infer", *arguments(model, prompts, output, "--pp-size", "2")], 2), 60)
     assert [one.exit_code for one in ended] == [2, 1]
-    assert only_error(ended).startswith(f"error: rank 0 (pp 0): {prompts} line 2: not JSON")
+    assert only_error(ended).startswith(f"error: rank 0: {prompts} line 2: not JSON")
     assert output.read_text() == "earlier answers\n"

@@ -88,8 +88,9 @@ def test_a_killed_rank_is_named_under_torchrun_too(tmp_path: Path) -> None:
     ranks = ranks_of(torchrun)
     os.kill(ranks[2], signal.SIGKILL)
     (ended,) = wait_all([torchrun])
-    assert ended.exit_code == 1
-    assert ended.stderr.count("error: rank ") == 1 and "error: rank 2: has not been heard of for " in ended.stderr
+    assert ended.exit_code == 128 + signal.SIGKILL
+    (line,) = ended.stderr.splitlines()  # and no traceback of torchrun's
+    assert line.startswith("error: rank 2: has not been heard of for ")
     assert sorted(ended.stdout.splitlines()) == sorted(ANSWERS)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
@@ -179,8 +180,10 @@ def test_shell_stages_start_torchrun_on_each_of_several_hosts(tmp_path: Path) ->
         environment = {**os.environ, "PYTHON": "echo", "NUM_GPUS": "8", **variables}
         return subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
 
-    launcher = "-m torch.distributed.run --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first:29400"
+    launcher = (
+        "-m pipeline_parallel.torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first:29400"
+    )
     assert run(NNODES="2", RDZV_ENDPOINT="first:29400").stdout == f"{launcher} -m scripts.infer --tp-size 8\n"
     nowhere = run(NNODES="2")
     assert nowhere.returncode != 0 and "RDZV_ENDPOINT: give HOST:PORT of one of the hosts" in nowhere.stderr
-    assert run().stdout.startswith("-m torch.distributed.run --standalone --nproc-per-node 8 -m scripts.infer")
+    assert run().stdout.startswith("-m pipeline_parallel.torchrun --standalone --nproc-per-node 8 -m scripts.infer")

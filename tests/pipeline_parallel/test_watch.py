@@ -7,10 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pipeline_parallel.watch import RankWatch
 
@@ -69,6 +71,16 @@ def test_the_first_report_counts_and_ends_all(
     wait_until(lambda: len(endings) == 3)
     assert sorted(endings) == [(0, 1), (1, 1), (2, 1)]
     assert capsys.readouterr().err == "what led to it\nerror: rank 1 (tp 0): the disk is full\n"
+
+
+def test_torchruns_own_report_names_the_cause(
+    start: Start, endings: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    start(0, 1).report_failure("the disk is full")
+    wait_until(lambda: endings)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert "traceback : error: rank 0: the disk is full" in ChildFailedError("a stage", {0: failure}).format_msg()
 
 
 def test_a_rank_that_never_joins_is_named(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -7,9 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from loguru import logger
 
-from scripts.command_line import one_line, progress, run_stage
+from data.files import only_writer
+from pipeline_parallel.launch import Launch
+from scripts.command_line import _shared_options, one_line, progress, run_stage
+
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,10 @@ def test_a_bad_flag_exits_with_2_and_runs_nothing(flags: list[str], capsys: pyte
         ),
         (PermissionError(13, "Permission denied", "/a"), "error: /a: Permission denied\n"),
         (ValueError(), "error: ValueError\n"),
+        (
+            OSError(28, "No space left on device", "/a"),
+            "error: /a: No space left on device; free space there, then give the same command again\n",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -75,6 +86,17 @@ def test_an_interrupt_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as stopped:
         raising(KeyboardInterrupt())
     assert stopped.value.code == 130
+    assert capsys.readouterr().err == "interrupted; continue with --resume\n"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Brief:
+        """Has nothing to resume."""
+
+    def interrupted(options: Brief) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        run_stage(interrupted, Brief, [])
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -185,3 +207,60 @@ def test_long_work_says_once_how_long_it_takes(
     bar.close()
     logger.remove(sink)
     assert lines == ([] if said is None else [said])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """Writes to one file."""
+
+    output: Path
+    seed: int = 0
+    model: str = "m"
+    device: str = "auto"
+
+
+def test_one_run_at_a_time_writes_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--output", str(tmp_path / "results.jsonl")]
+    seen: list[Writing] = []
+    with only_writer(tmp_path / "results.jsonl"):
+        with pytest.raises(SystemExit) as stopped:
+            run_stage(seen.append, Writing, arguments)
+        assert stopped.value.code == 2 and not seen
+        said = capsys.readouterr().err
+        assert f"results.jsonl is being written by process {os.getpid()} on " in said and said.count("\n") == 1
+        run_stage(seen.append, Writing, arguments, shares_output=True)
+    run_stage(lambda options: run_stage(seen.append, Writing, ["--output", "/dev/null"]), Writing, arguments)
+    assert len(seen) == 2 and not list(tmp_path.iterdir())
+
+
+def test_ranks_compare_what_they_were_given() -> None:
+    store = torch.distributed.HashStore()
+    ranks = [Launch(rank=rank, world_size=3, store=store) for rank in range(3)]
+    given = [Writing(output=Path("o"), seed=seed, model=f"m{seed}") for seed in (3, 3, 4)]
+    for rank, options in zip(ranks[:2], given[:2], strict=True):
+        rank.check_same(_shared_options(options))
+    with pytest.raises(ValueError, match="--seed is 4 here and 3 on rank 0; give all ranks the same options"):
+        ranks[2].check_same(_shared_options(given[2]))
+    Launch().check_same({"--seed": "3"})  # one process
+
+
+def test_a_terminal_without_a_character_shows_its_number() -> None:
+    code = (
+        "from dataclasses import make_dataclass; from loguru import logger; "
+        "from scripts.command_line import progress, run_stage\n"
+        "def main(_):\n"
+        "    print('4 × 8 µs†')\n"
+        "    logger.info('4 × 8 µs†')\n"
+        "    list(progress(range(2), '4 × 8 µs†'))\n"
+        "run_stage(main, make_dataclass('Nothing', []), [])"
+    )
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=ascii_only, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"4 \\xd7 8 \\xb5s\\u2020\n" and done.stderr.count(b"\\xd7") >= 2
+
+
+def test_help_into_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -m scripts.summarize --help | true"
+    done = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "")
