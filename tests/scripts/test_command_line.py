@@ -15,7 +15,6 @@ from data.files import only_writer
 from pipeline_parallel.launch import Launch
 from scripts.command_line import _shared_options, one_line, progress, run_stage
 
-
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -78,7 +78,9 @@ def test_another_chat_template_tokenizer_or_end_of_text_is_noticed(folder: Path,
     line: dict[str, Any] = {"prompt": "w5 w6"}
     infer(model, tmp_path, line, max_new_tokens=2, chat=True)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + " w2")
-    with pytest.raises(ValueError, match=r"request 1 is not the one .*: token ids \(tokenizer, chat template\) changed"):
+    with pytest.raises(
+        ValueError, match=r"request 1 is not the one .*: token ids \(tokenizer, chat template\) changed"
+    ):
         infer(model, tmp_path, line, max_new_tokens=2, chat=True, resume=True)
     infer(model, tmp_path, line, max_new_tokens=2)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 60]}')
@@ -149,8 +151,6 @@ def test_a_damaged_manifest_of_answers_says_what_to_do(folder: Path, tmp_path: P
     infer(folder, tmp_path, {"prompt": "w1 w2"})
     before = (tmp_path / "out.jsonl").read_bytes()
     (tmp_path / "out.jsonl.manifest.json").write_text('{"settings"')
-    with pytest.raises(
-        ValueError, match=r"cannot resume .*manifest.json: not JSON .*--overwrite to start afresh"
-    ):
+    with pytest.raises(ValueError, match=r"cannot resume .*manifest.json: not JSON .*--overwrite to start afresh"):
         infer(folder, tmp_path, {"prompt": "w1 w2"}, resume=True)
     assert (tmp_path / "out.jsonl").read_bytes() == before
