@@ -208,7 +208,11 @@ class CompletionWriter:
     def _rewrite(self, keys: list[str]) -> None:
         temporary = self.path.with_name(self.path.name + ".tmp")
         try:
-            with disk_errors(temporary, ON_A_FULL_DISK), open(self.path, "rb") as source, open(temporary, "wb") as target:
+            with (
+                disk_errors(temporary, ON_A_FULL_DISK),
+                open(self.path, "rb") as source,
+                open(temporary, "wb") as target,
+            ):
                 for key in keys:
                     start, stop = self._spans[key]
                     source.seek(start)

@@ -52,9 +52,7 @@ def run_stage(
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a terminal without a multiplication sign is no reason to end
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that has no multiplication sign
     # What is wrong before the ranks meet is wrong on all of them: said once a host.
     unheard = io.StringIO() if os.environ.get("LOCAL_RANK", "0") != "0" else None
     resumes = ""

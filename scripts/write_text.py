@@ -18,7 +18,7 @@ from loguru import logger
 
 from data.completions import MANIFEST_SUFFIX
 from data.differences import differences
-from data.files import only_writer, parse_json, read_json, write_json
+from data.files import parse_json, read_json, write_json
 from modules.checkpoint_files import checkpoint_fingerprint
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions, decode_text, resolve_model
@@ -55,12 +55,6 @@ def main(options: Options) -> int:
         raise ValueError(f"--output must end in .jsonl, got {options.output}; compress it afterwards (gzip)")
     if options.max_tokens < 1 or options.num_words < 0 or not options.temperature > 0.0:
         raise ValueError("--max-tokens must be at least 1, --num-words at least 0, --temperature above 0")
-    with only_writer(options.output):
-        return write_on(options)
-
-
-def write_on(options: Options) -> int:
-    """As `main`, while no other process writes the file."""
     if options.output.exists() and not options.resume:
         raise ValueError(f"{options.output} exists; give --resume to continue it, or another --output")
     num_documents, num_tokens = mended(options.output)

@@ -17,6 +17,7 @@ from scripts.training_text import train_tokenizer
 from scripts.write_text import Options, main
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
+from tests.sparse_predictor.tiny_stages import one_error_line
 
 WORDS = ("story", "these", "come", "words", "bread", "honey", "bees", "swim", "castle", "wolves", "jazz", "chess")
 
@@ -110,8 +111,9 @@ def test_what_cannot_be_written_is_an_error(folder: Path, tmp_path: Path) -> Non
             main(replace(options(folder, tmp_path / "new.jsonl"), **change))
 
 
-def test_two_runs_into_one_file_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_two_runs_into_one_file_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "text.jsonl"
-    with only_writer(output), pytest.raises(BlockingIOError, match="text.jsonl is being written by process"):
-        main(options(folder, output))
+    flags = ["--model", str(folder), "--output", str(output), "--max-tokens", "50"]
+    with only_writer(output):
+        assert "text.jsonl is being written by process" in one_error_line(main, Options, flags, capsys)
     assert not output.exists()
