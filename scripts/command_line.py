@@ -16,8 +16,8 @@ import tyro
 from loguru import logger
 from tqdm import tqdm
 
-from scripts.expected_time import TellingBar
 from data.files import AGAIN, NO_SPACE, only_writer
+from scripts.expected_time import TellingBar
 
 Options = TypeVar("Options")
 Item = TypeVar("Item")
