@@ -14,11 +14,15 @@ from analysis.ceilings import with_one_ceiling
 from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
 from analysis.drift_facts import STUDY_NAMES
 from analysis.drift_verdict import verdict
+from analysis.findings import RIVALS
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
 from analysis.results import Record
 
 # Where all heads are active throughout, their densities are not worth two columns.
 NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
+# What a first page shows.
+SHORT_MAIN = ("MLP density", "method", "ratio to dense", "achieved MLP density", "MLP bytes read")
+SHORT_DECODE = ("model", "weights", "method", "MLP density", "head density", "tokens/s", "× our dense")
 CAPTION_LABELS = ("window", "stride", "num_tokens", "batch_size", "dtype", "weights", "seed")
 
 
@@ -209,16 +213,52 @@ def replace_snippets(text: str, snippets: Mapping[str, str]) -> tuple[str, list[
     return text, replaced
 
 
-def update_readme(path: str | os.PathLike[str], records: Sequence[Record], only: Collection[str] = ()) -> list[str]:
-    """Rewrites the tables, and the drift study's verdict (`drift_verdict`), between the markers of a Markdown file from
-    records; returns their names. `only`: no others than these (ValueError if one cannot be made of the records)."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
-    snippets, chosen = {}, records_by_snippet(records)
-    for name, tables in all_tables(records).items():
+def short_tables(tables: Mapping[str, Sequence[Table]]) -> dict[str, list[Table]]:
+    """For a first page: `main_short`, the methods that a user could choose, and `one_gpu_decode_short`, each sparse row
+    at batch 1 with its speed beside dense's."""
+    found = {
+        "main_short": [
+            _shortened(
+                table, SHORT_MAIN, lambda row: row["method"].partition(",")[0] in (*RIVALS, "dense", "predictor")
+            )
+            for table in tables.get("main", ())
+        ],
+        f"{decode_table.NAME}_short": [
+            _shortened(
+                table, SHORT_DECODE, lambda row: row.get("batch", "1") == "1" and row["× our dense"] != EMPTY_CELL
+            )
+            for table in tables.get(decode_table.NAME, ())
+            if "× our dense" in table.columns
+        ],
+    }
+    return {name: chosen for name, each in found.items() if (chosen := [table for table in each if table.rows])}
+
+
+def _shortened(table: Table, columns: Sequence[str], keep: Callable[[Mapping[str, str]], bool]) -> Table:
+    """Some columns and some rows of a table, without its caption."""
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    used = tuple(column for column in columns if column in table.columns)
+    return Table(
+        title=table.title,
+        columns=used,
+        rows=tuple(tuple(row[column] for column in used) for row in rows if keep(row)),
+    )
+
+
+def update_readmes(
+    paths: Sequence[str | os.PathLike[str]], records: Sequence[Record], only: Collection[str] = ()
+) -> dict[Path, list[str]]:
+    """Rewrites the tables (`short_tables` among them), and the drift study's verdict (`drift_verdict`), between the
+    markers of Markdown files; returns the names by file. `only`: no others than these (ValueError if one cannot be made
+    of the records). ValueError too where no file has any of the markers."""
+    paths = [Path(path) for path in paths]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
+    snippets, chosen, made = {}, records_by_snippet(records), all_tables(records)
+    for name, tables in {**made, **short_tables(made)}.items():
         # Of a table's own records: another table's machine is none of its business.
-        lines = environment_lines(chosen[name])
+        lines = environment_lines(chosen[name.removesuffix("_short")])
         measured = f"Measured on {'; '.join(lines)}."
         snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
     if answered := verdict(records):
@@ -226,9 +266,17 @@ def update_readme(path: str | os.PathLike[str], records: Sequence[Record], only:
     if unknown := [name for name in only if name not in snippets]:
         raise ValueError(f"tables {', '.join(unknown)}: these records make {', '.join(snippets) or 'none'}")
     snippets = {name: snippet for name, snippet in snippets.items() if not only or name in only}
-    text, replaced = replace_snippets(path.read_text(encoding="utf-8"), snippets)
-    if not replaced:
+    texts = {path: replace_snippets(path.read_text(encoding="utf-8"), snippets) for path in paths}
+    if not any(replaced for _, replaced in texts.values()):
         markers = ", ".join(f"<!-- table:{name} -->" for name in snippets)
-        raise ValueError(f"{path}: has none of the markers {markers}")
-    path.write_text(text, encoding="utf-8")
-    return replaced
+        have = "has" if len(paths) == 1 else "have"
+        raise ValueError(f"{', '.join(map(str, paths))}: {have} none of the markers {markers}")
+    for path, (text, replaced) in texts.items():
+        if replaced:
+            path.write_text(text, encoding="utf-8")
+    return {path: replaced for path, (_, replaced) in texts.items()}
+
+
+def update_readme(path: str | os.PathLike[str], records: Sequence[Record], only: Collection[str] = ()) -> list[str]:
+    """As `update_readmes`, of one file."""
+    return update_readmes([path], records, only)[Path(path)]

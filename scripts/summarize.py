@@ -10,10 +10,11 @@ from pathlib import Path
 
 from loguru import logger
 
+from analysis.findings import findings
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import read_records
-from analysis.tables import all_tables, environment_lines, summary_markdown, update_readme
+from analysis.tables import all_tables, environment_lines, summary_markdown, update_readmes
 from scripts.command_line import progress, run_stage
 
 # What most people run this for; the other tables are on the page.
@@ -30,8 +31,8 @@ class SummarizeOptions:
     """Folder for summary.md, report.html and the PNG plots."""
     title: str = "dejavu-lab report"
     """Title of the report."""
-    readme: Path | None = None
-    """A Markdown file whose tables between `<!-- table:NAME -->` and `<!-- /table:NAME -->` are rewritten."""
+    readme: tuple[Path, ...] = ()
+    """Markdown files whose tables between `<!-- table:NAME -->` and `<!-- /table:NAME -->` are rewritten."""
     tables: tuple[str, ...] = ()
     """Of --readme: rewrite only the tables of these names."""
     quiet: bool = False
@@ -50,8 +51,9 @@ def main(options: SummarizeOptions) -> None:
     (output_dir / "summary.md").write_text(summary_markdown(records), encoding="utf-8")
     report = output_dir / "report.html"
     report.write_text(build_report(records, title=options.title, figures=figures), encoding="utf-8")
-    if options.readme is not None:
-        logger.info(f"{options.readme}: rewrote {', '.join(update_readme(options.readme, records, options.tables))}")
+    if options.readme:
+        for path, names in update_readmes(options.readme, records, options.tables).items():
+            logger.info(f"{path}: rewrote {', '.join(names) or 'nothing'}")
 
     tables = all_tables(records)
     quality = [table for name in QUALITY_TABLES for table in tables.get(name, ())]
@@ -59,6 +61,8 @@ def main(options: SummarizeOptions) -> None:
         print(table.to_text(), end="\n\n")
     for line in environment_lines(records):
         print(f"measured on {line}")
+    for sentence in findings(records):
+        print(f"found: {sentence}")
     print(f"report: {report.resolve()}")
 
 

@@ -29,6 +29,7 @@ def test_the_stage_writes_tables_plots_and_a_report(tmp_path: Path, sample_recor
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    assert "found: Tiny|<b>model</b>, " in done.stdout and "It is ahead of CATS" in done.stdout
     assert done.stdout.splitlines()[-1] == f"report: {output_dir / 'report.html'}"
     assert sum(line.lstrip().startswith("0.5") for line in done.stdout.splitlines()) == 6
     assert len(list(output_dir.glob("*.png"))) == 5
@@ -43,7 +44,7 @@ def test_the_readme_is_rewritten_and_a_second_run_changes_nothing(
     for record in sample_records:
         append_record(results, record)
     readme.write_text("<!-- table:main -->\n<!-- /table:main -->\n")
-    options = SummarizeOptions(results=(results,), output_dir=tmp_path / "out", readme=readme, quiet=True)
+    options = SummarizeOptions(results=(results,), output_dir=tmp_path / "out", readme=(readme,), quiet=True)
     main(options)
     first = {path.name: path.read_bytes() for path in (*tmp_path.glob("out/*"), readme)}
     main(options)
@@ -62,7 +63,7 @@ def test_only_the_named_tables_are_rewritten(
     markers = "<!-- table:main -->\n<!-- /table:main -->\n<!-- table:equal_bytes -->\n<!-- /table:equal_bytes -->\n"
     readme.write_text(markers)
     options = SummarizeOptions(
-        results=(results,), output_dir=tmp_path / "out", readme=readme, tables=("equal_bytes",), quiet=True
+        results=(results,), output_dir=tmp_path / "out", readme=(readme,), tables=("equal_bytes",), quiet=True
     )
     main(options)
     text = readme.read_text()
@@ -70,6 +71,25 @@ def test_only_the_named_tables_are_rewritten(
     with pytest.raises(ValueError, match="tables cooking: these records make main, "):
         main(replace(options, tables=("cooking",)))
     assert readme.read_text() == text
+
+
+def test_tables_go_to_whichever_file_has_their_markers(
+    tmp_path: Path, sample_records: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.summarize.all_figures", lambda *given: {})
+    results, first, second = tmp_path / "results.jsonl", tmp_path / "README.md", tmp_path / "results.md"
+    for record in sample_records:
+        append_record(results, record)
+    first.write_text("<!-- table:main_short -->\n<!-- /table:main_short -->\n")
+    second.write_text("<!-- table:main -->\n<!-- /table:main -->\n")
+    options = SummarizeOptions(results=(results,), output_dir=tmp_path / "out", readme=(first, second), quiet=True)
+    main(options)
+    assert "| 0.5 | predictor | 1.250× |" in first.read_text() and "| 0.5 | random |" not in first.read_text()
+    assert "Measured on Example CPU" in first.read_text() and "| 0.5 | random |" in second.read_text()
+    second.write_text("nothing")
+    first.write_text("nothing")
+    with pytest.raises(ValueError, match="README.md, .*results.md: have none of the markers <!-- table:main -->"):
+        main(options)
 
 
 def test_bad_results_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
