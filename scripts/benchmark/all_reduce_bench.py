@@ -8,7 +8,6 @@ timed.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,19 +82,10 @@ def make_inputs(point: Point, ranks: int, dtype: torch.dtype, device: torch.devi
 PEER = "peer"
 COPIES = "copies"  # two-shot whose data the copy engines move: as split prefills have it, and not timed here
 FUSED = (*OURS, COPIES)
+# A peer: FUNCTION(group, max_tokens, hidden_size, dtype, device) returns what takes (partial, residual, weight, eps) to
+# (hidden, new residual), all rows on every rank.
 Peer = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 MakePeer = Callable[[Any, int, int, torch.dtype, torch.device], Peer]
-
-
-def import_peer(place: str) -> MakePeer:
-    """Someone else's fused operator, of `MODULE:FUNCTION`: FUNCTION(group, max_tokens, hidden_size, dtype, device)
-    returns what takes (partial, residual, weight, eps) to (hidden, new residual), all rows on every rank. ValueError if
-    there is none such."""
-    module, _, name = place.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--peer {place}: give MODULE:FUNCTION that can be imported ({error})") from error
 
 
 class Methods(Protocol):

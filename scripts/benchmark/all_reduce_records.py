@@ -28,6 +28,8 @@ class Setting:
     dtype: str
     link_gb_per_s: float
     """What plain copies between GPUs reach here in each direction, both at once."""
+    peer: str = PEER
+    """What records call someone else's operator."""
 
 
 def labels_of(setting: Setting, transport: str, hidden_size: int) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def point_records(
                 "us",
                 times[method],
                 "us",
-                baseline={"name": baseline_name(baseline), "value": times[baseline]},
+                baseline={"name": baseline_name(baseline, setting.peer), "value": times[baseline]},
                 ratio=times[baseline] / times[method],
                 share_of_ceiling=achieved / setting.link_gb_per_s,
                 bytes_per_call=num_bytes,
@@ -135,9 +137,9 @@ def point_records(
     return records
 
 
-def baseline_name(method: str) -> str:
+def baseline_name(method: str, peer: str) -> str:
     """As records have it."""
-    return method if method == PEER else f"{method} all-reduce + fused add-norm"
+    return peer if method == PEER else f"{method} all-reduce + fused add-norm"
 
 
 def slower(record: Record) -> str:

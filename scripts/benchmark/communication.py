@@ -28,7 +28,7 @@ from pipeline_parallel.fused_junction import FEW_TOKENS
 from pipeline_parallel.kernels.workspace import require_stated_multicast
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS, PEER, Bench, GpuMethods, Methods, Point, import_peer
+from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS, PEER, Bench, GpuMethods, Methods, Point
 from scripts.benchmark.all_reduce_records import (
     Measured,
     Setting,
@@ -42,6 +42,7 @@ from scripts.benchmark.all_reduce_records import (
 )
 from scripts.benchmark.all_reduce_stress import Stress, awkward_counts, make_series, make_steps
 from scripts.benchmark.engine import release
+from scripts.benchmark.peers import check_peer_name, import_peer
 from scripts.command_line import run_stage
 
 GRID = tuple(4**power for power in range(8))
@@ -69,7 +70,9 @@ class Options:
     num_replays: int = 10_000
     """Of each of the two parts of --stress, for each hidden size; a tenth as many more is launched call by call."""
     peer: str | None = None
-    """MODULE:FUNCTION of someone else's fused operator, to time beside ours (see all_reduce_bench.import_peer)."""
+    """MODULE:FUNCTION of someone else's fused operator, to time beside ours (see all_reduce_bench.Peer)."""
+    peer_name: str = "peer"
+    """What records and tables call it."""
     seed: int = 0
     """Of all numbers, and of the order of --stress."""
     quiet: bool = False
@@ -87,6 +90,7 @@ def main(options: Options) -> list[Record]:
             "--nproc-per-node N on a machine with N GPUs"
         )
     require_stated_multicast()
+    check_peer_name(options.peer, options.peer_name)
     make_peer = None if options.peer is None else import_peer(options.peer)
     mesh = ParallelMesh.from_process_group(launch.world_size, 1, launch.device)
     with torch.inference_mode():
@@ -127,7 +131,9 @@ def run(options: Options, bench: Bench, make_methods: MakeMethods = GpuMethods) 
     """The part of `main` for ranks that have met."""
     device = torch.cuda.get_device_name(bench.mesh.device) if bench.mesh.device.type == "cuda" else "cpu"
     link = 0.0 if options.stress else bench.link_gb_per_s()
-    setting = Setting(device=device, ranks=bench.mesh.tp_size, dtype=options.dtype, link_gb_per_s=link)
+    setting = Setting(
+        device=device, ranks=bench.mesh.tp_size, dtype=options.dtype, link_gb_per_s=link, peer=options.peer_name
+    )
     counts = token_counts(options, setting.ranks)
     baselines = (UNFUSED, "nccl") if options.tune else NAMES[bench.dtype]
     names = (*OURS, *baselines, *((PEER,) if options.peer is not None else ()))

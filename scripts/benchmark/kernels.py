@@ -24,6 +24,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import sparse_mlp
 from modules.kernels.thinned_rows import thinned_rows
 from modules.sparsity import ActiveList, ActiveSet
+from scripts.benchmark.peers import check_peer_name, import_peer
 from scripts.benchmark.shapes import HF_CONFIGS, find_shape
 from scripts.benchmark.timing import Timing, measure_read_ceiling, num_cold_sets, time_function
 from scripts.command_line import run_stage
@@ -48,6 +49,11 @@ class Options:
     """Rows, each with a random set of its own; the kernel walks their union. thinned_rows takes one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights."""
+    peer: str | None = None
+    """Of thinned_rows: MODULE:FUNCTION of someone else's kernel, to time beside ours. FUNCTION(matrix [D, F]) prepares
+    what takes (x [1, D], threshold) to the product [1, F], inputs below the threshold skipped."""
+    peer_name: str = "peer"
+    """What records and tables call it."""
     device: str = "auto"
     """cpu or cuda; auto: a GPU if there is one."""
     seed: int = 0
@@ -136,6 +142,9 @@ def main(options: Options) -> list[Record]:
     generator = torch.Generator(device).manual_seed(options.seed)
     dtype = getattr(torch, options.dtype)
     bench = Bench(options, config, device, dtype, generator, measure_read_ceiling(device))
+    check_peer_name(options.peer, options.peer_name)
+    if options.peer is not None and options.operator != "thinned_rows":
+        raise ValueError("--peer is timed beside --operator thinned_rows")
     for density in options.density:
         if not 0.0 < density <= 1.0:
             raise ValueError(f"--density must lie in (0, 1], got {density}")
@@ -164,7 +173,7 @@ def mlp_records_of(bench: Bench, rows: int) -> list[Record]:
     states = bench.states(rows)
     x = states.normed()
     cold = num_cold_sets(int(min(bench.options.density) * config.intermediate_size * row_bytes), bench.device)
-    layers = [bench.weights() for _ in range(max(2, min(cold, 8)))]
+    layers = [bench.weights() for _ in range(max(2, cold))]
     output = torch.zeros(rows, config.hidden_size, device=bench.device)
 
     def run(layer: Weights, active: ActiveList | None) -> Tensor:
@@ -212,30 +221,46 @@ def random_set(bench: Bench, rows: int, density: float) -> ActiveSet:
 
 
 def thinned_records(bench: Bench) -> list[Record]:
-    """thinned_rows on one matrix [D, F], the shape of TEAL's kernel."""
-    config, records = bench.config, []
-    inputs, outputs = config.hidden_size, config.intermediate_size
-    for density in bench.options.density:
-        kept = max(1, int(density * inputs + 0.5))
-        cold = num_cold_sets(kept * outputs * bench.dtype.itemsize, bench.device)
-        matrices = [bench.normal(1, inputs, outputs, scale=0.02) for _ in range(max(2, min(cold, 12)))]
-        x = bench.normal(1, inputs)
-        sizes = x.float().abs().flatten().sort(descending=True).values
-        threshold = float(sizes[kept - 1])
-        counter = torch.zeros(1, dtype=torch.int32, device=bench.device)
-        output = torch.zeros(1, outputs, device=bench.device)
+    """thinned_rows on one matrix [D, F], the shape of TEAL's kernel, beside the library's dense product and a peer's
+    kernel."""
+    return [record for density in bench.options.density for record in thinned_records_of(bench, density)]
 
-        def run(matrix: Tensor) -> Tensor:
-            states = DeferredNorm.plain(x)  # noqa: B023 (called within the iteration)
-            return thinned_rows(states, matrix, thresholds=[threshold], counters=counter, output=output)  # noqa: B023
 
-        expected = x.float().masked_fill(x.float().abs() < threshold, 0) @ matrices[0][0].float()
-        check_close(run(matrices[0]), expected, bench.dtype)
-        num_kept = int(counter)
-        timing = bench.time(run, [(matrix,) for matrix in matrices])
-        num_bytes = num_kept * outputs * bench.dtype.itemsize
-        records.append(bench.record({"density": density, "batch_size": 1}, timing, num_bytes))
-    return records
+def thinned_records_of(bench: Bench, density: float) -> list[Record]:
+    """Of one share of inputs kept."""
+    options = bench.options
+    inputs, outputs = bench.config.hidden_size, bench.config.intermediate_size
+    kept = max(1, int(density * inputs + 0.5))
+    cold = num_cold_sets(kept * outputs * bench.dtype.itemsize, bench.device)
+    matrices = [bench.normal(1, inputs, outputs, scale=0.02) for _ in range(max(2, cold))]
+    x = bench.normal(1, inputs)
+    threshold = float(x.float().abs().flatten().sort(descending=True).values[kept - 1])
+    counter = torch.zeros(1, dtype=torch.int32, device=bench.device)
+    output = torch.zeros(1, outputs, device=bench.device)
+
+    def run(matrix: Tensor) -> Tensor:
+        return thinned_rows(DeferredNorm.plain(x), matrix, thresholds=[threshold], counters=counter, output=output)
+
+    expected = x.float().masked_fill(x.float().abs() < threshold, 0) @ matrices[0][0].float()
+    check_close(run(matrices[0]), expected, bench.dtype)
+    num_bytes = int(counter) * outputs * bench.dtype.itemsize
+    timing = bench.time(run, [(matrix,) for matrix in matrices])
+    beside = {"library, dense": bench.time(lambda matrix: x @ matrix[0], [(matrix,) for matrix in matrices])}
+    if options.peer is not None:
+        prepared = [import_peer(options.peer)(matrix[0]) for matrix in matrices]
+        check_close(prepared[0](x, threshold), expected, bench.dtype)
+        beside[options.peer_name] = bench.time(lambda peer: peer(x, threshold), [(one,) for one in prepared])
+    labels = {"density": density, "batch_size": 1}
+    return [
+        bench.record(
+            labels,
+            timing,
+            num_bytes,
+            baseline={"name": name, "value": theirs.median_ms * 1e3},
+            ratio=theirs.median_ms / timing.median_ms,
+        )
+        for name, theirs in beside.items()
+    ]
 
 
 def check_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -3,6 +3,10 @@
 # On one GPU decoding and one MLP; with NUM_GPUS=N, N of 2 or more, also the all-reduce and what the GPUs do together
 # (say first whether NVLink multicast may be used: TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0, or 0 and 1).
 # Variables: NUM_GPUS (1); STEPS, some of the names below; TUNED, where --tune writes its choice file (OUTPUT_DIR).
+# CALLS (1): measure each step that often, each in processes of its own, whose medians and ranges the tables print.
+# TRAINED, a checkpoint, with PREDICTORS, folders of scripts.train as FOLDER:DENSITY (several: in quotes), also measures
+# speed and perplexity on TEST (wikitext) of each, from one process. TEAL=MODULE:FUNCTION and KRAKEN=MODULE:FUNCTION time
+# those kernels beside ours (see --peer of benchmark.kernels and benchmark.communication).
 # A step that is done is not run again; one that fails does not stop the next, and is named at the end (run again, it
 # appends its records anew).
 set -uo pipefail
@@ -11,7 +15,8 @@ source scripts/usage.sh
 source scripts/presets.sh
 
 out="${1:?where to write the records}" num_gpus="${NUM_GPUS:-1}"
-one_gpu=(llama-3.2-3b llama-3.1-8b opt-6.7b density-1 baselines kernels)
+one_gpu=(llama-3.2-3b llama-3.1-8b opt-6.7b density-1 baselines kernels thinned)
+if [ -n "${TRAINED:-}" ]; then one_gpu+=(trained); fi
 many_gpus=(stress tune communication cut-8b cut-70b prefill splits)
 steps=("${one_gpu[@]}")
 if [ "$num_gpus" -gt 1 ]; then steps+=("${many_gpus[@]}"); fi
@@ -51,9 +56,21 @@ measure() {
             NUM_GPUS=1 run_python benchmark.kernels --shape "$shape" --density 1.0 0.85 0.5 0.25 0.1 --output "$out/kernels.jsonl" || return
         done
         ;;
+    thinned)
+        for shape in llama-3.2-3b llama-3.1-8b opt-6.7b; do
+            NUM_GPUS=1 run_python benchmark.kernels --operator thinned_rows --shape "$shape" --density 0.5 0.25 \
+                ${TEAL:+--peer "$TEAL" --peer-name TEAL} --output "$out/kernels.jsonl" || return
+        done
+        ;;
+    trained)
+        for predictors in ${PREDICTORS:?folders of predictors, as FOLDER:DENSITY}; do
+            decode --model "${TRAINED:?a checkpoint}" --corpus "${TEST:-wikitext}" --method predictor \
+                --predictors "${predictors%:*}" --mlp-density "${predictors##*:}" || return
+        done
+        ;;
     stress) together communication --stress --output "$out/communication.jsonl" ;;
     tune) together communication --tune --output "${TUNED:-$out/choices.json}" ;;
-    communication) together communication --output "$out/communication.jsonl" ;;
+    communication) together communication ${KRAKEN:+--peer "$KRAKEN" --peer-name kraken} --output "$out/communication.jsonl" ;;
     cut-8b | cut-70b)
         local shape=llama-3.1-8b
         if [ "$1" = cut-70b ]; then shape=llama-3.1-70b-8-layers; fi
@@ -70,8 +87,12 @@ measure() {
 
 failed=()
 for step in "${steps[@]}"; do
-    if [ -e "$out/$step.done" ]; then continue; fi
-    if measure "$step"; then touch "$out/$step.done"; else failed+=("$step"); fi
+    case "$step" in stress | tune | splits) calls=1 ;; *) calls="${CALLS:-1}" ;; esac
+    for call in $(seq "$calls"); do
+        finished="$out/$step-$call.done"
+        if [ -e "$finished" ]; then continue; fi
+        if measure "$step"; then touch "$finished"; else failed+=("$step") && break; fi
+    done
 done
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "error: not measured: ${failed[*]} (the others are in $out)" >&2

@@ -48,6 +48,31 @@ def test_every_command_is_one_that_its_stage_takes(tmp_path: Path, num_gpus: int
     assert again.returncode == 0 and calls == []
 
 
+def test_a_step_is_measured_as_often_as_is_asked_for_and_only_the_calls_that_lack(tmp_path: Path) -> None:
+    done, calls = speed(tmp_path, STEPS="density-1", CALLS="2")
+    assert done.returncode == 0 and len(calls) == 4 and calls[:2] == calls[2:]
+    done, calls = speed(tmp_path, STEPS="density-1", CALLS="3")
+    assert done.returncode == 0 and len(calls) == 2
+
+
+def test_trained_predictors_and_the_kernels_of_others_are_measured_where_they_are_given(tmp_path: Path) -> None:
+    given = {"TRAINED": "model", "PREDICTORS": "near:0.5 far:0.3", "TEAL": "teal_kernel:prepare"}
+    done, calls = speed(tmp_path, STEPS="trained thinned", **given)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for call in calls:
+        name, *flags = call.rpartition("-m scripts.")[2].split()
+        found.append(tyro.cli(importlib.import_module(f"scripts.{name}").Options, args=flags))
+    assert [(each.model, str(each.predictors), each.mlp_density) for each in found[:2]] == [
+        ("model", "near", 0.5),
+        ("model", "far", 0.3),
+    ]
+    assert all(each.corpus == "wikitext" and each.method == "predictor" for each in found[:2])
+    assert [(each.peer, each.peer_name, each.operator) for each in found[2:]] == [
+        ("teal_kernel:prepare", "TEAL", "thinned_rows")
+    ] * 3
+
+
 def test_several_gpus_without_a_word_on_multicast_are_refused_before_anything_runs(tmp_path: Path) -> None:
     done, calls = speed(tmp_path, NUM_GPUS="2", NCCL_NVLS_ENABLE="")
     assert done.returncode == 2 and calls == [] and "set TORCH_SYMM_MEM_DISABLE_MULTICAST" in done.stderr

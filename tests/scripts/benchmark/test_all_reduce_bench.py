@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from scripts.benchmark import all_reduce_bench
-from scripts.benchmark.all_reduce_bench import Point, checksum, import_peer, largest_row_error, num_calls
+from scripts.benchmark.all_reduce_bench import Point, checksum, largest_row_error, num_calls
+from scripts.benchmark.peers import check_peer_name, import_peer
 from tests.scripts.benchmark.all_reduce_fakes import ALL_METHODS, OneRank, milliseconds, one_rank_bench
 
 
@@ -47,6 +48,9 @@ def test_a_peer_is_imported_or_refused_in_one_line() -> None:
     for place in ("nowhere.to_be_found:make", "scripts.benchmark.all_reduce_bench:missing", "torch", ":"):
         with pytest.raises(ValueError, match=f"--peer {place}: give MODULE:FUNCTION that can be imported"):
             import_peer(place)
+    check_peer_name(None, "")
+    with pytest.raises(ValueError, match="--peer-name ' ': give the name that tables call --peer by"):
+        check_peer_name("module:function", " ")
 
 
 class Wrong(OneRank):

@@ -169,8 +169,8 @@ def test_where_nothing_was_measured_the_models_nccl_is_judged() -> None:
 
 
 def test_a_peer_is_one_more_baseline() -> None:
-    found = point_records(SETTING, "p2p", POINT, timings(peer=7.0), None)
-    assert [record["ratio"] for record in found if record["baseline"]["name"] == "peer"] == [
+    found = point_records(replace(SETTING, peer="kraken"), "p2p", POINT, timings(peer=7.0), None)
+    assert [record["ratio"] for record in found if record["baseline"]["name"] == "kraken"] == [
         pytest.approx(ratio) for ratio in (7 / 5, 7 / 10, 7 / 11)
     ]
 

@@ -1,6 +1,7 @@
 """The kernel benchmark on a CPU: what its records say, and that a wrong kernel is not timed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,12 @@ import torch
 from analysis.results import read_records
 from scripts.benchmark import kernels
 from scripts.benchmark.kernels import Options, main
+
+
+@pytest.fixture(autouse=True)
+def a_few_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny MLP is out of the cache after thousands of others only."""
+    monkeypatch.setattr(kernels, "num_cold_sets", lambda num_bytes, device: 3)
 
 
 @pytest.fixture
@@ -38,7 +45,40 @@ def test_records_count_the_bytes_of_the_union_of_rows(options: Options) -> None:
 
 def test_thinned_rows_read_what_they_keep(options: Options) -> None:
     (record,) = main(Options(**{**vars(options), "operator": "thinned_rows"}))
-    assert record["bytes_per_call"] == 48 * 160 * 4 and record["baseline"] is None
+    assert record["bytes_per_call"] == 48 * 160 * 4 and record["baseline"]["name"] == "library, dense"
+
+
+def peer(matrix: torch.Tensor) -> Any:
+    """Someone else's kernel."""
+    return lambda x, threshold: x.masked_fill(x.abs() < threshold, 0) @ matrix
+
+
+def wrong_peer(matrix: torch.Tensor) -> Any:
+    """Which skips nothing."""
+    return lambda x, threshold: x @ matrix
+
+
+def test_a_peer_has_records_under_its_name_and_is_checked_first(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "import_peer", lambda place: {"m:right": peer, "m:wrong": wrong_peer}[place])
+    flags = {**vars(options), "operator": "thinned_rows", "peer": "m:right", "peer_name": "TEAL"}
+    records = main(Options(**flags))
+    assert [record["baseline"]["name"] for record in records] == ["library, dense", "TEAL"]
+    assert all(record["ratio"] == pytest.approx(record["baseline"]["value"] / record["value"]) for record in records)
+    with pytest.raises(ValueError, match="not timed"):
+        main(Options(**{**flags, "peer": "m:wrong"}))
+    with pytest.raises(ValueError, match="--peer is timed beside --operator thinned_rows"):
+        main(Options(**{**flags, "operator": "sparse_mlp"}))
+
+
+@pytest.mark.parametrize(("operator", "num_bytes"), [("sparse_mlp", 80 * 3 * 96 * 4), ("thinned_rows", 48 * 160 * 4)])
+def test_as_many_cold_sets_are_taken_as_the_cache_asks_for(
+    options: Options, monkeypatch: pytest.MonkeyPatch, operator: str, num_bytes: int
+) -> None:
+    monkeypatch.setattr(kernels, "num_cold_sets", lambda read, device: {num_bytes: 37}[read])
+    (record, *_) = main(Options(**{**vars(options), "operator": operator, "batch_size": (1,)}))
+    assert record["timing"]["num_argument_sets"] == 37
 
 
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])
