@@ -37,23 +37,20 @@ train() {
     run_python train "${model[@]}" --dtype bfloat16 --activations "$activations" --output-dir "$run_dir/$folder" \
         --units mlp "$@"
 }
-# `perplexity SUFFIX FLAGS...` and `answers SUFFIX FLAGS...`: records in perplexity$SUFFIX.jsonl, and in
-# accuracy$SUFFIX.jsonl or answers$SUFFIX.jsonl.
+# `perplexity FLAGS...` of the whole text, and `answers FLAGS...`: records in perplexity.jsonl, and in accuracy.jsonl or
+# answers.jsonl.
 perplexity() {
-    local suffix="$1"
-    shift
-    run_python evaluate "${model[@]}" --dtype float32 --tasks perplexity --corpus "${TEST:-wikitext}" --max-windows 60 \
-        --output "$run_dir/perplexity$suffix.jsonl" --resume "$@"
+    run_python evaluate "${model[@]}" --dtype float32 --tasks perplexity --corpus "${TEST:-wikitext}" \
+        --output "$run_dir/perplexity.jsonl" --resume "$@"
 }
 answers() {
-    local suffix="$1" asked
-    shift
+    local asked
     asked=("${model[@]}" --dtype float32 --batch-size 128 --resume "$@")
     if [ -n "${REQUESTS:-}" ]; then
-        run_python carried_tasks answer --requests "$REQUESTS" --output "$run_dir/answers$suffix.jsonl" "${asked[@]}"
+        run_python carried_tasks answer --requests "$REQUESTS" --output "$run_dir/answers.jsonl" "${asked[@]}"
     else
         run_python evaluate --tasks "$tasks" ${INCLUDE_PATH:+--include-path "$INCLUDE_PATH"} \
-            --output "$run_dir/accuracy$suffix.jsonl" "${asked[@]}"
+            --output "$run_dir/accuracy.jsonl" "${asked[@]}"
     fi
 }
 # `budget METHOD DENSITY FOLDER`: divide the bytes over the layers, into budget_METHOD_DENSITY.json.
@@ -85,24 +82,23 @@ for density in "${curve[@]}"; do
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
 for density in "${densities[@]}" "${curve[@]}"; do
-    perplexity "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
+    perplexity --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
 done
 train calibration --densities "${densities[@]}" --steps 0 --initialisation random --standin-rank 0 --refine-steps 0
 train deja_vu --densities "${densities[@]}" --loss bce --initialisation random --label-density 0.5 --rule topk \
     --predictor-rank auto --standin-rank 0 --refine-steps 0
 
 for density in "${densities[@]}"; do
-    answers "" --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
+    answers --method predictor --mlp-density "$density" --predictors "$run_dir/predictors_$density"
 done
 for score in perplexity answers; do
     # shellcheck disable=SC2086  (a list of words)
-    "$score" "" --method $methods --mlp-density "${densities[@]}" --predictors "$run_dir/calibration"
-    # In files of their own: labels do not tell one recipe of predictors from another.
-    "$score" _deja_vu --method predictor --mlp-density "${densities[@]}" --predictors "$run_dir/deja_vu"
+    "$score" --method $methods --mlp-density "${densities[@]}" --predictors "$run_dir/calibration"
+    "$score" --label "deja vu" --method predictor --mlp-density "${densities[@]}" --predictors "$run_dir/deja_vu"
 done
 case " $methods " in *" cats "*)
     budget cats 0.5 calibration
-    perplexity _budgets --method cats --mlp-density 0.5 --predictors "$run_dir/calibration" \
+    perplexity --method cats --mlp-density 0.5 --predictors "$run_dir/calibration" \
         --density-budget "$run_dir/budget_cats_0.5.json"
     ;;
 esac

@@ -86,27 +86,24 @@ def test_every_method_is_scored_at_every_density_with_its_predictors(tmp_path: P
     done, calls = run_recipe(tmp_path, "model", METHODS="oracle cats", RUN_DIR="run", TEST="wiki.txt", **variables)
     assert done.returncode == 0, done.stderr
     scored = begun(calls, "evaluate") + begun(calls, "carried_tasks")
-    runs = {"": set[tuple[str, ...]](), "_deja_vu": set[tuple[str, ...]]()}
+    expected = {("predictor", density, "run/deja_vu", "deja vu") for density in DENSITIES}
     for density in DENSITIES:
-        runs[""].add(("predictor", density, f"run/predictors_{density}"))
-        runs[""] |= {(method, density, "run/calibration") for method in ("oracle", "cats")}
-        runs["_deja_vu"].add(("predictor", density, "run/deja_vu"))
-    for suffix, expected in runs.items():
-        for name in ("perplexity", "answers" if requests else "accuracy"):
-            found = [call for call in scored if f" --output run/{name}{suffix}.jsonl " in call]
-            on_the_curve = (
-                {("predictor", CURVE, f"run/predictors_{CURVE}")} if (name, suffix) == ("perplexity", "") else set()
-            )
-            assert all(" --resume " in call and "--dtype float32" in call for call in found)
-            assert expected | on_the_curve == {
-                (method, density, flags(call, "--predictors")[0])
-                for call in found
-                for method in flags(call, "--method")
-                for density in flags(call, "--mlp-density")
-            }
-            asked = "--requests requests.json.gz" if requests else "--tasks a,b --include-path tasks"
-            given = "--tasks perplexity --corpus wiki.txt" if name == "perplexity" else asked
-            assert found and all(given in call for call in found)
+        expected.add(("predictor", density, f"run/predictors_{density}", ""))
+        expected |= {(method, density, "run/calibration", "") for method in ("oracle", "cats")}
+    for name in ("perplexity", "answers" if requests else "accuracy"):
+        found = [call for call in scored if f" --output run/{name}.jsonl " in call]
+        on_the_curve = {("predictor", CURVE, f"run/predictors_{CURVE}", "")} if name == "perplexity" else set()
+        assert all(" --resume " in call and "--dtype float32" in call for call in found)
+        assert not any("--max-windows" in call for call in found), "the whole text is scored"
+        assert expected | on_the_curve == {
+            (method, density, flags(call, "--predictors")[0], " ".join(flags(call, "--label")))
+            for call in found
+            for method in flags(call, "--method")
+            for density in flags(call, "--mlp-density")
+        }
+        asked = "--requests requests.json.gz" if requests else "--tasks a,b --include-path tasks"
+        given = "--tasks perplexity --corpus wiki.txt" if name == "perplexity" else asked
+        assert found and all(given in call for call in found)
     (of_cats,) = [call for call in begun(calls, "budget") if flags(call, "--method") == ["cats"]]
     (scored_so,) = [call for call in begun(calls, "evaluate") if "--density-budget" in call]
     for call in (of_cats, scored_so):
