@@ -35,7 +35,7 @@ CONDITION_LABELS = {
     "num_fewshot", "num_samples", "filter", "batch_size", "execution", "window", "stride", "num_tokens",
 }  # fmt: skip
 # Told of the rows that have no label, or only where rows would have one name.
-OF_SOME_ROWS = {*CONDITION_LABELS, *OF_THE_PREDICTORS, "label", "predictors", "converted_from"}
+OF_SOME_ROWS = {*CONDITION_LABELS, *OF_THE_PREDICTORS, "label", "predictors", "calibration_tokens", "converted_from"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ NAME = "one_gpu_decode"
 EXECUTIONS = ("graph", "eager")
 # Told by a column of its own, or not worth one.
 SHOWN = {"shape", "model", "weights", "method", "label", "mlp_density", "head_density", "batch_size", "predictor_rank"}
-SHOWN |= {"task", "window", "num_tokens", "converted_from"}
+SHOWN |= {"task", "window", "num_tokens", "converted_from", "calibration_tokens"}
 VARYING = ("dtype", "density_budget", "lookahead", "standin_rank", "predictors", "execution", "seed")
 HEADINGS = {"density_budget": "budget", "lookahead": "look-ahead", "standin_rank": "stand-in rank"}
 
@@ -86,7 +86,7 @@ def _table_of_card(card: str, records: Sequence[Record]) -> Table:
         ceiling_text(merged),
         calls_text(merged),
         "MLP density: while generating" if any(row.merged.get("text_achieved") for row in rows) else "",
-        shared_settings(trained, ("task", "num_tokens", "converted_from")),
+        shared_settings(trained, ("task", "num_tokens", "converted_from", "calibration_tokens")),
     ]
     return Table(
         title=f"decode, one {card}",

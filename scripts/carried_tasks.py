@@ -41,7 +41,7 @@ FORMAT, FORMAT_VERSION = "requests of lm-eval's tasks", 1
 ANSWERS = "answers"
 OF_THE_SELECTION = (
     "method", "mlp_density", "head_density", "phase", "label", "predictors", "density_budget", "lookahead",
-    "standin_rank",
+    "standin_rank", "calibration_tokens",
 )  # fmt: skip
 
 

@@ -83,19 +83,22 @@ def selection_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
 
 
 def run_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
-    """`selection_labels`, and what tells two runs of one method apart: the folder of predictors, the budget (`trained`:
-    the one that the predictors were trained for), how far back the predictors look, and the rank of their stand-in."""
+    """`selection_labels`, and what tells two runs of one method apart: the folder of predictors, the tokens that its
+    thresholds were set on, the budget (`trained`: the one that the predictors were trained for), how far back the
+    predictors look, and the rank of their stand-in."""
     labels = {**selection_labels(selection, num_layers), "predictors": None, "density_budget": None}
     if selection.method == "dense":
         return {**labels, "label": None}  # dense is dense, whatever the runs beside it are called
     if selection.predictors is not None and selection.method not in WITHOUT_FILES:
         labels["predictors"] = selection.predictors.resolve().name
+        manifest = parse_manifest(selection.predictors)
+        if (calibrated := manifest.definitions.get("calibration_tokens")) is not None:
+            labels["calibration_tokens"] = calibrated
+        if selection.method == "predictor":
+            labels |= {"lookahead": manifest.lookahead, "standin_rank": manifest.standin_rank}
     if selection.budget() is not None:
         budget = selection.density_budget
         labels["density_budget"] = budget.stem if isinstance(budget, Path) else "trained"
-    if selection.method == "predictor" and selection.predictors is not None:
-        manifest = parse_manifest(selection.predictors)
-        labels |= {"lookahead": manifest.lookahead, "standin_rank": manifest.standin_rank}
     return labels
 
 

@@ -223,7 +223,8 @@ def test_labels_name_the_run_its_predictors_and_its_budget(folder: Path, tmp_pat
         record["labels"] for record in evaluate(folder, tmp_path / "r.jsonl", **options, max_windows=1)
     )
     names = ("label", "predictors", "density_budget", "lookahead", "standin_rank")
-    assert [dense.get(name) for name in names] == [None] * 5
+    assert [dense.get(name) for name in (*names, "calibration_tokens")] == [None] * 6
+    assert predictor["calibration_tokens"] > 0 and "calibration_tokens" not in random
     assert [predictor[name] for name in names] == ["refined", "predictors", "greedy", 0, 4]
     assert [random.get(name) for name in names] == ["refined", None, "greedy", None, None]
 

@@ -37,7 +37,7 @@ def test_every_command_is_one_that_its_stage_takes(tmp_path: Path, num_gpus: int
     stated = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
     done, calls = speed(tmp_path, NUM_GPUS=str(num_gpus), **stated)
     assert done.returncode == 0, done.stderr
-    started = [call for call in calls if call.startswith("-m torch.distributed.run")]
+    started = [call for call in calls if call.startswith("-m pipeline_parallel.torchrun")]
     assert len(started) == (7 if num_gpus == 2 else 0)
     assert all(f"--nproc-per-node {num_gpus} " in call for call in started)
     for call in calls:
