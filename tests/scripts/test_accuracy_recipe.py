@@ -12,6 +12,7 @@ import scripts.evaluate
 
 STUB = """#!/usr/bin/env bash
 printf '%s\\n' "begin $*" >>calls
+if [ -n "${SHOWS:-}" ]; then printf '%s\\n' "${!SHOWS:-}" >>seen; fi
 case "$*" in *"${FAILS:-nothing}"*) exit 3 ;; esac
 case "$*" in *--refine-steps\\ 150* | *--refine-steps\\ 800*) sleep 0.5 ;; esac
 printf '%s\\n' "end $*" >>calls
@@ -49,79 +50,126 @@ def begun(calls: list[str], stage: str) -> list[str]:
     return [call for call in calls if call.startswith(f"begin -m scripts.{stage} " if stage else "begin ")]
 
 
-def test_predictors_are_trained_first_side_by_side_and_with_nothing_else(tmp_path: Path) -> None:
-    done, calls = run_recipe(tmp_path, "model", CALIBRATION="c4.jsonl", ACTIVATIONS="store")
+def test_predictors_are_trained_first_side_by_side(tmp_path: Path) -> None:
+    done, calls = run_recipe(
+        tmp_path, "model", CALIBRATION="c4.jsonl", ACTIVATIONS="store", STEPS="collect brief train"
+    )
     assert done.returncode == 0, done.stderr
     assert "scripts.collect --model model --dtype bfloat16 --corpus c4.jsonl --output-dir store --units mlp" in calls[0]
     assert calls[0].endswith(" --max-tokens 440000 --resume") and calls[1].startswith("end -m scripts.collect")
-    side_by_side, after = calls[2:22], calls[22:]
-    ended = [call for call in side_by_side if call.startswith("end ")]
-    assert len(ended) == 10, "three stages of three densities, and the curve's one"
-    first_end = next(idx for idx, call in enumerate(side_by_side) if call.startswith("end ") and "train" in call)
-    assert first_end == 4, "nobody waits for another density"
-    (uniform,) = [call for call in begun(side_by_side, "") if CURVE in call.split()]
+    begun_brief, rest = calls[2:18], calls[18:]
+    assert sum(call.startswith("end ") for call in begun_brief) == 8, "three densities train and divide; two more train"
+    trainings = [call.split()[0] for call in begun_brief if call.endswith(" --refine-steps 150")]
+    assert trainings == ["begin"] * 3 + ["end"] * 3, "nobody waits for another"
+    assert {flags(call, "--output-dir")[0] for call in begun(begun_brief, "train")} == {
+        f"outputs/accuracy/{name}" for name in ("brief_0.7", "brief_0.5", "brief_0.3", "calibration", "deja_vu")
+    }
+    (uniform,) = [call for call in begun(rest, "") if CURVE in call.split()]
     assert f"--output-dir outputs/accuracy/predictors_{CURVE} " in uniform and "--density-budget" not in uniform
     assert uniform.endswith(" --refine-steps 800")
     for density in DENSITIES:
         run, file = "outputs/accuracy", f"outputs/accuracy/budget_predictor_{density}.json"
-        own = [call for call in begun(side_by_side, "") if density in call.split()]
-        brief, budget, trained = own
-        for call, name, steps in ((brief, "brief", "150"), (trained, "predictors", "800")):
-            assert f"--output-dir {run}/{name}_{density} " in call and call.endswith(f" --refine-steps {steps}")
+        own = [call for call in begun(begun_brief, "") if flags(call, "--densities") == [density]]
+        (trained,) = [call for call in begun(rest, "train") if density in call.split()]
+        for call, name, count in ((*own, "brief", "150"), (trained, "predictors", "800")):
+            assert f"--output-dir {run}/{name}_{density} " in call and call.endswith(f" --refine-steps {count}")
             assert flags(call, "--densities") == [density] and "--activations store " in call
             assert " --dtype bfloat16 " in call and " --units mlp " in call
+        (budget,) = [call for call in begun(begun_brief, "budget") if density in call.split()]
         assert f"--predictors {run}/brief_{density}" in budget and flags(budget, "--output") == [file]
         assert flags(budget, "--mlp-density") == [density] and flags(budget, "--corpus") == ["c4.jsonl"]
-        assert flags(trained, "--density-budget") == [file] and "--density-budget" not in brief
-    assert [flags(call, "--output-dir")[0].split("/")[-1] for call in begun(after, "train")] == [
-        "calibration",
-        "deja_vu",
-    ]
-    assert all(flags(call, "--densities") == DENSITIES for call in begun(after, "train"))
+        assert flags(trained, "--density-budget") == [file] and "--density-budget" not in own[0]
+    of_all = [call for call in begun(begun_brief, "train") if "calibration " in call or "deja_vu" in call]
+    assert all(flags(call, "--densities") == DENSITIES for call in of_all if "brief" not in call)
+
+
+def test_rivals_get_budgets_and_thresholds_on_as_much_text(tmp_path: Path) -> None:
+    variables = {"CALIBRATION_TOKENS": "999", "STEPS": "brief train", "CURVE": ""}
+    done, calls = run_recipe(tmp_path, "model", METHODS="static teal teal-all cats", **variables)
+    assert done.returncode == 0, done.stderr
+    budgets = {(flags(call, "--method")[0], flags(call, "--mlp-density")[0]): call for call in begun(calls, "budget")}
+    assert set(budgets) == {
+        (method, density) for method in ("predictor", "teal", "teal-all", "cats") for density in DENSITIES
+    }
+    for (method, density), call in budgets.items():
+        assert flags(call, "--tokens") == ["999"]
+        assert flags(call, "--output") == [f"outputs/accuracy/budget_{method}_{density}.json"]
+        if method != "predictor":
+            assert flags(call, "--predictors") == ["outputs/accuracy/calibration"]
+    assert all(flags(call, "--calibration-tokens") == ["999"] for call in begun(calls, "train"))
 
 
 @pytest.mark.parametrize("requests", [False, True])
-def test_every_method_is_scored_at_every_density_with_its_predictors(tmp_path: Path, requests: bool) -> None:
+def test_every_method_is_scored_at_every_density_uniform_and_with_its_budget(tmp_path: Path, requests: bool) -> None:
     variables = {"REQUESTS": "requests.json.gz"} if requests else {"TASKS": "a,b", "INCLUDE_PATH": "tasks"}
-    done, calls = run_recipe(tmp_path, "model", METHODS="oracle cats", RUN_DIR="run", TEST="wiki.txt", **variables)
+    variables |= {"METHODS": "oracle cats teal", "RUN_DIR": "run", "TEST": "wiki.txt", "STEPS": "perplexity tasks"}
+    done, calls = run_recipe(tmp_path, "model", **variables)
     assert done.returncode == 0, done.stderr
     scored = begun(calls, "evaluate") + begun(calls, "carried_tasks")
-    expected = {("predictor", density, "run/deja_vu", "deja vu") for density in DENSITIES}
-    for density in DENSITIES:
-        expected.add(("predictor", density, f"run/predictors_{density}", ""))
-        expected |= {(method, density, "run/calibration", "") for method in ("oracle", "cats")}
-    for name in ("perplexity", "answers" if requests else "accuracy"):
-        found = [call for call in scored if f" --output run/{name}.jsonl " in call]
-        on_the_curve = {("predictor", CURVE, f"run/predictors_{CURVE}", "")} if name == "perplexity" else set()
-        assert all(" --resume " in call and "--dtype float32" in call for call in found)
-        assert not any("--max-windows" in call for call in found), "the whole text is scored"
-        assert expected | on_the_curve == {
-            (method, density, flags(call, "--predictors")[0], " ".join(flags(call, "--label")))
-            for call in found
+    for kind in ("perplexity", "answers" if requests else "accuracy"):
+        expected = {("dense", "dense", "0.5", "", "")}
+        for density in DENSITIES:
+            expected.add(("predictor", "predictor", density, f"run/predictors_{density}", ""))
+            expected.add(("deja_vu", "predictor", density, "run/deja_vu", ""))
+            for method in ("oracle", "cats", "teal"):
+                expected.add((method, method, density, "run/calibration", ""))
+            for method in ("cats", "teal"):
+                file = f"run/budget_{method}_{density}.json"
+                expected.add((method, method, density, "run/calibration", file))
+        if kind == "perplexity":
+            expected.add(("predictor", "predictor", CURVE, f"run/predictors_{CURVE}", ""))
+        ours = [call for call in scored if f" --output run/{kind}_" in call]
+        found = {
+            (
+                flags(call, "--output")[0].removeprefix(f"run/{kind}_").removesuffix(".jsonl"),
+                method,
+                density,
+                *(" ".join(flags(call, name)) for name in ("--predictors", "--density-budget")),
+            )
+            for call in ours
             for method in flags(call, "--method")
-            for density in flags(call, "--mlp-density")
+            for density in flags(call, "--mlp-density") or ["0.5"]
         }
+        assert found == expected
+        assert all(" --resume" in call and "--dtype float32" in call for call in ours)
         asked = "--requests requests.json.gz" if requests else "--tasks a,b --include-path tasks"
-        given = "--tasks perplexity --corpus wiki.txt" if name == "perplexity" else asked
-        assert found and all(given in call for call in found)
-    (of_cats,) = [call for call in begun(calls, "budget") if flags(call, "--method") == ["cats"]]
-    (scored_so,) = [call for call in begun(calls, "evaluate") if "--density-budget" in call]
-    for call in (of_cats, scored_so):
-        assert flags(call, "--mlp-density") == ["0.5"] and flags(call, "--predictors") == ["run/calibration"]
-    assert flags(scored_so, "--density-budget") == flags(of_cats, "--output")
+        given = "--tasks perplexity --corpus wiki.txt" if kind == "perplexity" else asked
+        assert all(given in call and "--max-windows" not in call for call in ours), "the whole test text"
+        assert all((" --label deja vu " in call) == (f"{kind}_deja_vu" in call) for call in ours)
+    assert not begun(calls, "train") and not begun(calls, "budget") and not begun(calls, "collect")
     assert ("scripts.carried_tasks fold makes records" in done.stderr) == requests
+
+
+def test_what_dense_gave_is_in_every_file_once(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/perplexity_dense.jsonl").write_text("dense\n")
+    (tmp_path / "run/perplexity_cats.jsonl").write_text("older\n")
+    done, calls = run_recipe(tmp_path, "model", METHODS="static cats", RUN_DIR="run", STEPS="perplexity", BUDGETS="")
+    assert done.returncode == 0, done.stderr
+    assert flags(calls[0], "--method") == ["dense"] and calls[1].startswith("end "), "first and alone"
+    assert (tmp_path / "run/perplexity_static.jsonl").read_text() == "dense\n"
+    assert (tmp_path / "run/perplexity_cats.jsonl").read_text() == "older\n", "a file that is there is kept"
+
+
+def test_jobs_take_the_gpus_in_turn(tmp_path: Path) -> None:
+    done, calls = run_recipe(tmp_path, "model", STEPS="brief", GPUS="2", SHOWS="CUDA_VISIBLE_DEVICES")
+    assert done.returncode == 0, done.stderr
+    seen = [(tmp_path / "seen").read_text().splitlines().count(gpu) for gpu in ("0", "1")]
+    assert seen == [5, 3], "brief trainings and their budgets on 0, 1, 0; calibration on 1, deja_vu on 0"
 
 
 def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     done, calls = run_recipe(tmp_path, "model", FAILS="predictors_0.5")
     assert done.returncode == 3 and not begun(calls, "evaluate")
-    assert not any("deja_vu" in call for call in calls)
     shutil.rmtree(tmp_path / "outputs")
     done, calls = run_recipe(tmp_path, "model", METHODS="static", CURVE="")
     assert done.returncode == 0 and len(begun(calls, "budget")) == 3, "no cats, no budget of it"
     assert not any(CURVE in call for call in calls)
     done, calls = run_recipe(tmp_path, "model", METHODS="static")
     assert done.returncode == 0 and not begun(calls, "budget") and begun(calls, "evaluate")
+    done, calls = run_recipe(tmp_path, "model", STEPS="tain")
+    assert done.returncode == 2 and not calls
+    assert done.stderr == "error: STEPS: tain is not one of collect brief train perplexity tasks\n"
 
 
 def test_without_a_checkpoint_it_says_how_it_is_called(tmp_path: Path) -> None:
