@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -75,6 +75,9 @@ def _parse(name: str, value: Any, kind: Any) -> Any:
         ):
             return one(value)
     named = [
-        name for one in kinds for name in (map(str, get_args(one)) if get_origin(one) is Literal else [one.__name__])
+        name
+        for one in kinds
+        if one is not NoneType
+        for name in (map(str, get_args(one)) if get_origin(one) is Literal else [one.__name__])
     ]
     raise ValueError(f"--model_args {name}={value}: expected {' or '.join(named)}")

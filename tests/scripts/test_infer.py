@@ -235,3 +235,15 @@ def test_a_line_that_is_not_json_is_named_with_exit_code_2(
     assert stop.value.code == 2
     assert "line 2: not JSON" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_head_density_that_is_rounded_is_told_before_running(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "w1"})
+    begin = ["--model", str(folder), "--input", str(prompts), "--output", str(tmp_path / "out.jsonl"), "--overwrite"]
+    begin += ["--quiet", "--max-new-tokens", "2"]
+    for density, told in (("0.3", True), ("0.5", False)):
+        run_stage(main, Options, [*begin, "--method", "random", "--mlp-density", "1", "--head-density", density])
+        warning = f"{density} of 2 key-value groups is not a whole number of them, so 0.5 are kept"
+        assert (warning in capsys.readouterr().err) == told

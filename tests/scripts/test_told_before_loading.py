@@ -13,6 +13,7 @@ import scripts.collect
 import scripts.evaluate
 import scripts.infer
 import scripts.train
+from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions, RunOptions
 from tests.sparse_predictor.tiny_stages import one_error_line
 
@@ -49,6 +50,9 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--method", "teal", "--predictors", "checkpoint"], "checkpoint/manifest.json: not a predictor manifest (it "),
         (["--method", "random", "--mlp-density", "1.5"], "density must lie in (0, 1], got 1.5"),
         (["--method", "random", "--head-density", "0"], "density must lie in (0, 1], got 0.0"),
+        (["--method", "random", "--mlp-density", "nan"], "density must lie in (0, 1], got nan"),
+        (["--method", "random", "--mlp-density", "inf"], "density must lie in (0, 1], got inf"),
+        (["--method", "random", "--head-density", "nan"], "density must lie in (0, 1], got nan"),
     ],
 )
 def test_stages_that_run_sparsely(
@@ -67,6 +71,18 @@ def test_stages_that_run_sparsely(
     assert message in line and "__init__" not in line
 
 
+@pytest.mark.parametrize("stage", ["infer", "evaluate", "decode", "agreement"])
+@pytest.mark.parametrize("flag", ["--mlp-density", "--head-density"])
+def test_densities_of_dense_runs(
+    stage: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main, options, needed = STAGES[stage]
+    for value in ("nan", "-0.1", "0", "1.5", "inf"):
+        line = one_error_line(main, options, ["--model", "m", *needed, "--method", "dense", flag, value], capsys)
+        assert f"density must lie in (0, 1], got {float(value)}" in line
+
+
 @pytest.mark.parametrize("stage", ["infer", "evaluate", "agreement"])
 @pytest.mark.parametrize(
     ("text", "message"), [('{"mlp": [0.5, 1.5]}', "mlp density must lie in (0, 1], got 1.5"), ("[]", ": expected")]
@@ -79,6 +95,23 @@ def test_density_budgets(
     main, options, needed = STAGES[stage]
     flags = ["--model", "m", *needed, "--method", "random", "--density-budget", "budget.json"]
     assert message in one_error_line(main, options, flags, capsys)
+
+
+@pytest.mark.parametrize("stage", ["infer", "evaluate"])
+def test_a_density_beside_a_budget_of_another(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "budget.json").write_text('{"mlp": [0.3, 0.5], "attention": [1.0, 0.5]}')
+    main, options, needed = STAGES[stage]
+    begin = ["--model", "m", *needed, "--method", "random", "--density-budget", "budget.json"]
+    line = one_error_line(main, options, [*begin, "--mlp-density", "0.5"], capsys)
+    assert "--mlp-density 0.5 contradicts --density-budget budget.json, which keeps 0.4 in the mean: leave out" in line
+    line = one_error_line(main, options, [*begin, "--mlp-density", "0.4", "--head-density", "1.0"], capsys)
+    assert "--head-density 1.0 contradicts --density-budget budget.json, which keeps 0.75 in the mean" in line
+    with pytest.raises(pytest.fail.Exception, match="a model is loaded"):  # nothing is wrong with the default
+        (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [1]}')
+        run_stage(main, options, begin)
 
 
 def test_lm_evals_own_command_line(tmp_path: Path) -> None:
