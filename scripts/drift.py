@@ -25,14 +25,16 @@ from analysis.results import Record
 from analysis.tables import summary_markdown
 from data.activation_store import ActivationStore
 from data.corpora import parse_corpus
+from data.files import disk_errors, replace_file
 from modules.checkpoint import load_config
 from modules.config import ModelConfig
+from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import run_stage
 from scripts.drift_records import PARTS, DriftSettings, Part, drift_measure_records, drift_records
 from scripts.drift_sources import StoredStates
 from scripts.drift_text import check_calibration, read_texts
 from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
-from sparse_predictor.store import same_weights, weights_sample
+from sparse_predictor.store import check_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +81,17 @@ class Options(DriftSettings, ModelOptions):
 
 
 def main(options: Options) -> list[Record]:
-    """Measure, write everything into `output_dir` (on the first of all processes) and return the records."""
+    """Measure, write everything into `output_dir` (on the first of all processes), which one run at a time may do, and
+    return the records."""
     options.check()
     parse_corpus(options.corpus, side="test")  # an unknown one fails before anything is loaded
-    store = None if options.activations is None else ActivationStore(options.activations)
+    with only_writing_run(options.output_dir):
+        return study(options)
+
+
+def study(options: Options) -> list[Record]:
+    """As `main`; the caller sees to it that nobody else writes `output_dir`."""
+    store = None if options.activations is None else ActivationStore(options.activations, verify=options.verify)
     if options.model:
         check_amounts(options, load_config(resolve_model(options.model)))  # before the weights are read
     loaded = options.load() if options.model else None
@@ -149,12 +158,7 @@ def records_of_store(store: ActivationStore, loaded: LoadedModel | None, options
     """Drift measures of what `scripts.collect` stored. ValueError if that is of another model than `loaded`."""
     layout = store.layout
     if loaded is not None:
-        config_hash = loaded.model.config.config_hash()
-        sample = layout.definitions.get("weights_sample", [])
-        if layout.config_hash != config_hash or not same_weights(weights_sample(loaded.model), sample):
-            raise ValueError(
-                f"{store.directory} was collected from {layout.model}, which is not --model {options.model}"
-            )
+        check_store(store, loaded.model, f"--model {options.model}")
     states = StoredStates(
         store,
         num_layers=max(store.layers) + 1 if loaded is None else loaded.model.config.num_hidden_layers,
@@ -174,17 +178,20 @@ def write_study(records: Sequence[Record], output_dir: Path) -> None:
     """Records, verdict, tables, the report and, in a folder of their own, plots; those of an earlier run are replaced,
     plots that these records cannot fill included."""
     plots_dir = output_dir / "plots"
-    plots_dir.mkdir(parents=True, exist_ok=True)
-    for path in plots_dir.glob("*.png"):
-        path.unlink()
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    (output_dir / "drift.jsonl").write_text(lines, encoding="utf-8")
-    (output_dir / "verdict.md").write_text(verdict(records) + "\n", encoding="utf-8")
-    (output_dir / "summary.md").write_text(summary_markdown(records), encoding="utf-8")
-    figures = all_figures(records)
-    save_figures(figures.items(), plots_dir)
-    report = build_report(records, title="The drift study", figures=figures)
-    (output_dir / "report.html").write_text(report, encoding="utf-8")
+    with disk_errors(output_dir):
+        plots_dir.mkdir(parents=True, exist_ok=True)
+        for path in plots_dir.glob("*.png"):
+            path.unlink()
+        figures = all_figures(records)
+        save_figures(figures.items(), plots_dir)
+        texts = {
+            "drift.jsonl": "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
+            "verdict.md": verdict(records) + "\n",
+            "summary.md": summary_markdown(records),
+            "report.html": build_report(records, title="The drift study", figures=figures),
+        }
+        for name, text in texts.items():
+            replace_file(output_dir / name, text.encode())
 
 
 if __name__ == "__main__":

@@ -13,18 +13,28 @@ from loguru import logger
 from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
+from data.files import only_writer, replace_file
 from data.store_layout import SPLITS
+from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
 from scripts.model_loading import resolve_device
 from scripts.refinement import RefinementFlags, check_refinement, number, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.budgets import read_budget
+from sparse_predictor.calibration import load_calibration
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.stack import PredictorStack
 from sparse_predictor.standin import fit_standins
-from sparse_predictor.store import PredictorManifest, finished_predictors, same_weights, save_predictors, weights_sample
+from sparse_predictor.store import (
+    PredictorManifest,
+    check_store,
+    finished_predictors,
+    load_predictors,
+    save_predictors,
+    weights_sample,
+)
 from sparse_predictor.thresholds import calibrate_in_runs, calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores
 from sparse_predictor.training_data import TrainingRows, describe_store
@@ -89,11 +99,18 @@ LEAST = {"closed_form_rows": 16, "calibration_tokens": 1, "standin_tokens": 1}
 
 
 def main(options: Options) -> PredictorManifest:
-    """Train into `output_dir`, unless that is done already; the manifest is written last."""
+    """Train into `output_dir`, which one run at a time may do, unless that is done already; the manifest is written
+    last."""
     options = fit_to_device(options, resolve_device(options.device).type)
     check_options(options)
+    with only_writer(options.output_dir):
+        return train(options)
+
+
+def train(options: Options) -> PredictorManifest:
+    """As `main`; the caller sees to it that nobody else writes `output_dir`."""
     kept = layer_densities(options)
-    store = ActivationStore(options.activations)
+    store = ActivationStore(options.activations, verify=options.verify)
     if store.layout.units not in ("both", options.units):
         raise ValueError(f"{options.activations} holds units {store.layout.units}, not {options.units}")
     training = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
@@ -107,18 +124,10 @@ def main(options: Options) -> PredictorManifest:
             f"--density-budget {options.density_budget} is for {len(kept)} layers; this model has "
             f"{config.num_hidden_layers}"
         )
-    if store.layout.config_hash != config.config_hash():
-        raise ValueError(
-            f"{options.activations} was collected from {store.layout.model} (config {store.layout.config_hash}), "
-            f"not from {loaded.model_id} (config {config.config_hash()})"
-        )
-    if not same_weights(weights_sample(model), store.layout.definitions.get("weights_sample", [])):
-        raise ValueError(f"{options.activations} was collected from other weights of the same configuration")
-    if finished is not None:
+    check_store(store, model, loaded.model_id)
+    if finished is not None and are_whole(options.output_dir, model):
         logger.info(f"{options.output_dir} holds the predictors of these options: nothing to do")
         return finished
-    if int(store.token_ids.max()) >= config.vocab_size:
-        raise ValueError(f"{options.activations} holds token id {store.token_ids.max()}, beyond the vocabulary")
     if not store.manifest.complete:
         logger.warning(f"{options.activations} was interrupted: training on the {store.num_rows} rows it has")
     missing = sorted(set(range(config.num_hidden_layers)) - set(store.layers))
@@ -160,7 +169,11 @@ def main(options: Options) -> PredictorManifest:
                 lookahead=options.lookahead,
                 held_out_tokens=number(options.calibration_tokens),
                 state_folder=options.output_dir,
-                origin={name: str(value) for name, value in training.items() if not name.startswith("refine_")},
+                origin={
+                    name: str(value)
+                    for name, value in training.items()
+                    if not name.startswith("refine_") and name != "verify"
+                },
             )
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block, stack in stacks.items():
@@ -195,7 +208,7 @@ def main(options: Options) -> PredictorManifest:
     )
     tables = [metrics_table(block, metrics[block]).to_markdown() for block in stacks]
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    (options.output_dir / "metrics.md").write_text("\n\n".join(tables) + "\n")
+    replace_file(options.output_dir / "metrics.md", ("\n\n".join(tables) + "\n").encode())
     save_predictors(options.output_dir, predictors, calibration, metrics, manifest)
     report(metrics, options)
     return manifest
@@ -230,6 +243,17 @@ def check_options(options: Options) -> None:
     for density in (*options.densities, options.label_density):
         if not 0.0 < density <= 1.0:
             raise ValueError(f"--densities and --label-density must lie in (0, 1], got {density}")
+
+
+def are_whole(directory: Path, model: Decoder) -> bool:
+    """Whether finished predictors can be used as they are; what is wrong is told, and they are trained again."""
+    try:
+        _, manifest = load_predictors(directory, model)
+        load_calibration(directory, manifest.sums)
+    except (ValueError, FileNotFoundError) as problem:
+        logger.warning(f"{problem}: training again")
+        return False
+    return True
 
 
 def layer_densities(options: Options) -> list[float] | None:

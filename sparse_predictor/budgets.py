@@ -19,8 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data.files import write_json
 from modules.sparsity import BLOCKS, Block
-from sparse_predictor.store import write_json
 
 Place = tuple[int, Block]
 # Densities between two measured ones are read off the line between them, in steps of so much of a block.
@@ -75,7 +75,7 @@ class DensityBudget:
         if self.thresholds is not None:
             finite = _each_list(self.thresholds, lambda one: [None if math.isinf(value) else value for value in one])
             values |= {"method": self.method, "predictors": self.predictors, "thresholds": finite}
-        write_json(path, values | ({"measured": self.measured} if self.measured else {}))
+        write_json(path, values | ({"measured": self.measured} if self.measured else {}), sort_keys=True)
 
 
 def predictors_id(directory: Path) -> str:

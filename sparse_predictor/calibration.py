@@ -9,15 +9,15 @@ Legend: D hidden, F neurons, G key-value groups, Q quantiles, M matrices of a la
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from modules.config import ModelConfig
+from sparse_predictor.tensor_files import AGAIN, read_tensors, write_tensors
 
 NUM_QUANTILES = 1025
 MAX_SORTED = 1 << 19
@@ -117,32 +117,30 @@ class LayerCalibration:
         return value
 
 
-def save_calibration(directory: Path, layers: dict[int, LayerCalibration]) -> None:
-    """Write FILE_NAME into a predictor directory."""
+def save_calibration(directory: Path, layers: dict[int, LayerCalibration]) -> dict[str, str]:
+    """Write FILE_NAME into a predictor directory; returns its sha256 by its name."""
     tensors = {
-        f"{layer}.{name}": value.contiguous().cpu()
+        f"{layer}.{name}": value
         for layer, calibration in layers.items()
         for name, value in vars(calibration).items()
         if value is not None
     }
-    save_file(tensors, directory / FILE_NAME, metadata={"layers": json.dumps(sorted(layers))})
+    return {FILE_NAME: write_tensors(directory / FILE_NAME, tensors, {"layers": json.dumps(sorted(layers))})}
 
 
-def load_calibration(directory: Path) -> dict[int, LayerCalibration]:
-    """Read what `save_calibration` wrote; FileNotFoundError or ValueError name the file."""
+def load_calibration(directory: Path, sums: Mapping[str, str] | None = None) -> dict[int, LayerCalibration]:
+    """Read what `save_calibration` wrote; `sums`: the manifest's. FileNotFoundError or ValueError name the file."""
     path = directory / FILE_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory")
+        raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory; {AGAIN}")
+    file = read_tensors(path)
     fields: dict[int, dict[str, Tensor]] = {}
-    try:
-        tensors = load_file(path)
-    except SafetensorError as problem:
-        raise ValueError(f"{path}: {problem}") from problem
-    for key, value in tensors.items():
+    for key, value in file.tensors.items():
         layer, _, name = key.partition(".")
-        if not layer.isdigit() or name not in LayerCalibration.__dataclass_fields__:
-            raise ValueError(f"{path}: unexpected tensor {key}")
-        if bool(value.isnan().any()):
-            raise ValueError(f"{path}: {key} holds NaN; train again")
+        if not layer.isdecimal() or len(layer) > 5 or name not in LayerCalibration.__dataclass_fields__:
+            raise ValueError(f"{path}: unexpected tensor {key[:100]}; {AGAIN}")
         fields.setdefault(int(layer), {})[name] = value
+    types = {key: torch.float64 if key.endswith(".densities") else torch.float32 for key in file.tensors}
+    file.check({key: torch.empty_like(value, dtype=types[key]) for key, value in file.tensors.items()})
+    file.check_sum(sums or {})
     return {layer: LayerCalibration(**values) for layer, values in fields.items()}

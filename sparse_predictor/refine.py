@@ -35,6 +35,7 @@ THRESHOLD_ROWS = 256
 SMALLEST_SIZE = 1e-3
 # Logits of both models are made for so many positions at a time.
 LOGITS_POSITIONS = 2048
+STATE_KEYS = ("stack", "optimizer", "curve", "best", "best_state")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ def refine(
     draw = np.random.default_rng(options.seed)
     batches = token_windows(token_ids, options.window, options.batch_sequences, options.seed)
     fingerprint = {**asdict(options), "lookahead": lookahead, "tokens": len(token_ids), "origin": origin}
-    state = load_state(state_path, fingerprint, model.device) if state_path is not None else None
+    state = load_state(state_path, fingerprint, model.device, STATE_KEYS) if state_path is not None else None
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from loguru import logger
 
+from data.files import convert_json
 from modules.decoder import Decoder
 from modules.mlp import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
@@ -15,7 +16,7 @@ from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
 from sparse_predictor.budgets import DensityBudget, Thresholds, read_budget
 from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
-from sparse_predictor.store import load_predictors, parse_manifest, read_manifest
+from sparse_predictor.store import Density, load_predictors, parse_manifest, read_manifest
 from sparse_predictor.thinning import (
     densities_of_matrices,
     is_thinning,
@@ -102,9 +103,8 @@ def trained_budget(predictors: Path, density: float) -> DensityBudget | None:
     found = manifest.training.get("density_budget")
     if found is None or manifest.densities != [density]:
         return None
-    if not isinstance(found, list) or not all(isinstance(value, float | int) for value in found):
-        raise ValueError(f"{predictors}/manifest.json: its density_budget is no list of densities")
-    budget = DensityBudget(densities={"mlp": found})
+    where = f"{predictors}/manifest.json: training.density_budget"
+    budget = DensityBudget(densities={"mlp": convert_json(found, list[Density], where)})
     budget.of_mlps(density)
     return budget
 
@@ -314,8 +314,7 @@ def _predictor_dir(selection: Selection) -> Path:
 
 def _calibration(model: Decoder, selection: Selection) -> dict[int, LayerCalibration]:
     directory = _predictor_dir(selection)
-    read_manifest(directory, model)
-    calibration = load_calibration(directory)
+    calibration = load_calibration(directory, read_manifest(directory, model).sums)
     missing = set(range(model.config.num_hidden_layers)) - set(calibration)
     if missing:
         raise ValueError(f"{directory}: no calibration for layers {sorted(missing)}")

@@ -2,63 +2,70 @@
 
     layer_{i}_mlp.safetensors  layer_{i}_attention.safetensors  calibration.safetensors  manifest.json  metrics.json
 
-The manifest is written last: a directory without one is unfinished and is refused.
+The manifest is written last: a directory without one is unfinished and is refused. It has the sha256 of each file.
 """
 
+import copy
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from msgspec import Meta
 
+from data.activation_store import ActivationStore
 from data.differences import differences
+from data.files import convert_json, read_json, write_json
 from modules.decoder import Decoder
-from modules.sparsity import BLOCKS, Block, Reduce
+from modules.sparsity import Block, Reduce
 from sparse_predictor.calibration import LayerCalibration, save_calibration
 from sparse_predictor.predictor import Predictor, Rule
+from sparse_predictor.tensor_files import AGAIN, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 # Options of training that change nothing: where things are (what is read there is compared by itself) and are run.
-PLACES = ("model", "activations", "output_dir", "device", "quiet", "tp_size", "pp_size")
+PLACES = ("model", "activations", "output_dir", "device", "quiet", "tp_size", "pp_size", "verify")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictorManifest:
-    """What a predictor directory is for, and how it came to be."""
+Density = Annotated[float, Meta(gt=0.0, le=1.0)]
+Layer = Annotated[int, Meta(ge=0, lt=2**16)]
+Width = Annotated[int, Meta(ge=0, le=2**20)]
+
+
+class PredictorManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a predictor directory is for, and how it came to be. `sums`: sha256 of each file of tensors."""
 
     model_id: str
     config_hash: str
-    weights_sample: list[float]
-    layers: list[int]
+    weights_sample: Annotated[list[float], Meta(max_length=2**12)]
+    layers: Annotated[list[Layer], Meta(max_length=2**12)]
     blocks: list[Block]
-    lookahead: int
+    lookahead: Annotated[int, Meta(ge=0, le=1)]
     mlp_rule: Rule
-    predictor_rank: dict[str, int]
-    standin_rank: int
-    densities: list[float]
+    predictor_rank: dict[Block, Width]
+    standin_rank: Width
+    densities: Annotated[list[Density], Meta(max_length=2**12)]
     definitions: dict[str, Any]
     training: dict[str, Any]
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = {}
     format_version: int = FORMAT_VERSION
+    sums: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "blocks"):
+            if len(set(getattr(self, name))) != len(getattr(self, name)):
+                raise ValueError(f"`{name}` lists something twice")
+        if missing := set(self.blocks) - set(self.predictor_rank):
+            raise ValueError(f"`predictor_rank` lacks {', '.join(sorted(missing))}")
 
 
 def predictor_file(directory: Path, layer_idx: int, block: Block) -> Path:
     """The one place that spells a predictor's file name."""
     return directory / f"layer_{layer_idx}_{block}.safetensors"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-    os.replace(partial, path)
 
 
 def save_predictors(
@@ -68,20 +75,23 @@ def save_predictors(
     metrics: dict[str, Any],
     manifest: PredictorManifest,
 ) -> None:
-    """Write everything, the manifest last. An older manifest is removed first, so that a crash leaves none; saved
-    states of the training that is now finished go too."""
+    """Write everything, the manifest last, with the sums of what was written. An older manifest is removed first, so
+    that a crash leaves none; saved states of the training that is now finished go too, also those set aside. OSError
+    as `data.files.disk_errors`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").unlink(missing_ok=True)
     for stale in directory.glob("layer_*.safetensors"):
         stale.unlink()
+    sums = {}
     for (layer, block), predictor in predictors.items():
-        tensors = {name: value.contiguous().cpu() for name, value in predictor.state_dict().items()}
-        save_file(tensors, predictor_file(directory, layer, block), metadata={"of": f"layer {layer} {block}"})
-    save_calibration(directory, calibration)
-    write_json(directory / "metrics.json", metrics)
-    write_json(directory / "manifest.json", asdict(manifest))
-    for state in directory.glob("training_*.pt"):
-        state.unlink()
+        path = predictor_file(directory, layer, block)
+        sums[path.name] = write_tensors(path, predictor.state_dict(), {"of": f"layer {layer} {block}"})
+    sums |= save_calibration(directory, calibration)
+    write_json(directory / "metrics.json", metrics, sort_keys=True)
+    record = msgspec.to_builtins(msgspec.structs.replace(manifest, sums=sums))
+    write_json(directory / "manifest.json", record, sort_keys=True)
+    for left in (*directory.glob("training_*.pt*"), *directory.glob("*.tmp")):  # .tmp: by runs that were killed
+        left.unlink()
 
 
 def finished_predictors(
@@ -138,36 +148,41 @@ def same_weights(sample: Sequence[float], other: Sequence[float]) -> bool:
     )
 
 
+def check_store(store: ActivationStore, model: Decoder, model_id: str) -> None:
+    """ValueError if activations were not collected from this model, of which both sides are named."""
+    layout, config, where = store.layout, model.config, store.directory
+    if layout.config_hash != config.config_hash():
+        raise ValueError(
+            f"{where} was collected from {layout.model} (config {layout.config_hash}), "
+            f"not from {model_id} (config {config.config_hash()})"
+        )
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        if getattr(layout, name) != getattr(config, name):
+            raise ValueError(f"{where}: {name} is {getattr(layout, name)}, {getattr(config, name)} in {model_id}")
+    if store.layers[-1] >= config.num_hidden_layers:
+        raise ValueError(f"{where} holds layer {store.layers[-1]}; {model_id} has {config.num_hidden_layers} layers")
+    sample = convert_json(layout.definitions.get("weights_sample", []), list[float], where)
+    if not same_weights(weights_sample(model), sample):
+        raise ValueError(f"{where} was collected from other weights of the same configuration")
+    if store.num_rows and not 0 <= int(store.token_ids.min()) <= int(store.token_ids.max()) < config.vocab_size:
+        raise ValueError(f"{where} holds token id {store.token_ids.max()}, beyond the vocabulary")
+
+
 def parse_manifest(directory: Path) -> PredictorManifest:
     """The manifest by itself, which needs no model. FileNotFoundError, or ValueError where it is something else's."""
     path = directory / "manifest.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: not a predictor directory, or its training did not finish")
     try:
-        values = json.loads(path.read_text())
+        values = read_json(path, dict[str, Any])
+        if (version := values.get("format_version")) not in (FORMAT_VERSION, None):
+            raise ValueError(f"{path}: format version {str(version)[:100]}, this code reads {FORMAT_VERSION}")
+        return convert_json(values, PredictorManifest, path)
     except ValueError as problem:
-        raise ValueError(f"{path}: not a predictor manifest (not JSON: {problem})") from problem
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: not a predictor manifest (no JSON object)")
-    known = fields(PredictorManifest)
-    needed = [entry.name for entry in known if entry.default is entry.default_factory is MISSING]
-    wrong = [f"no {name}" for name in needed if name not in values]
-    wrong += [f"an unknown {name}" for name in values if name not in {entry.name for entry in known}]
-    if wrong:
         raise ValueError(
-            f"{path}: not a predictor manifest (it has {wrong[0]}); give a directory that scripts.train wrote"
-        )
-    manifest = PredictorManifest(**values)
-    if manifest.format_version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format version {manifest.format_version}, this code reads {FORMAT_VERSION}")
-    is_known = manifest.mlp_rule in ("topk", "threshold") and manifest.lookahead in (0, 1)
-    lists = (manifest.layers, manifest.blocks, manifest.densities, manifest.weights_sample)
-    objects = (manifest.definitions, manifest.training)
-    are_right = all(isinstance(one, list) for one in lists) and all(isinstance(one, dict) for one in objects)
-    if not is_known or not are_right:
-        names = "mlp_rule, lookahead, layers, blocks, densities, weights_sample, definitions or training"
-        raise ValueError(f"{path}: {names} is no valid value")
-    return manifest
+            f"not a predictor manifest ({problem}); give a directory that scripts.train wrote, or remove the file and "
+            "train again"
+        ) from problem
 
 
 def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
@@ -182,41 +197,41 @@ def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
         raise ValueError(
             f"{directory}: predictors of {manifest.model_id}; this model has the same configuration but other weights"
         )
+    if beyond := [layer for layer in manifest.layers if layer >= config.num_hidden_layers]:
+        raise ValueError(
+            f"{directory}/manifest.json: `layers` has {beyond[:4]}, this model has layers 0 to "
+            f"{config.num_hidden_layers - 1}"
+        )
     return manifest
 
 
 def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Block], Predictor], PredictorManifest]:
-    """Every predictor the manifest lists, for the layers that are here. A missing, extra or wrongly shaped tensor is an
-    error that names it."""
+    """Every predictor the manifest lists, for the layers that are here. A tensor that is missing, extra, of a wrong
+    shape or type or not finite, and a file that is another's or not as it was written, is an error that names it."""
     manifest, config = read_manifest(directory, model), model.config
     num_units: dict[Block, int] = {"mlp": config.intermediate_size, "attention": config.num_key_value_heads}
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block in manifest.blocks:
-        if block not in BLOCKS or block not in manifest.predictor_rank:
-            raise ValueError(f"{directory}: unknown block {block!r} in the manifest, or one without predictor_rank")
-        for layer in manifest.layers:
-            path = predictor_file(directory, layer, block)
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is missing, though the manifest lists layer {layer}")
-            if not model.has_block(layer, block):
-                continue
-            predictor = Predictor(
+        with torch.device("meta"):  # what the files must hold, whatever sizes the manifest claims
+            expected = Predictor(
                 config.hidden_size,
                 num_units[block],
                 manifest.predictor_rank[block],
                 densities=manifest.densities if block == "mlp" else (),
                 standin_rank=manifest.standin_rank if block == "mlp" else 0,
             )
-            try:
-                with safe_open(path, framework="pt") as file:
-                    whose = (file.metadata() or {}).get("of", f"layer {layer} {block}")
-                if whose != f"layer {layer} {block}":
-                    raise ValueError(f"{path}: written for {whose}, not for layer {layer} {block}")
-                predictor.load_state_dict(load_file(path), strict=True)
-            except (SafetensorError, RuntimeError) as problem:
-                raise ValueError(f"{path}: {problem}") from problem
-            spoiled = [name for name, value in predictor.state_dict().items() if bool(value.isnan().any())]
-            if spoiled:
-                raise ValueError(f"{path}: {', '.join(spoiled)} holds NaN; train again")
-            predictors[layer, block] = predictor
+        for layer in manifest.layers:
+            path = predictor_file(directory, layer, block)
+            if not path.is_file():
+                raise FileNotFoundError(f"{path} is missing, though the manifest lists layer {layer}; {AGAIN}")
+            if not model.has_block(layer, block):
+                continue
+            file = read_tensors(path)
+            whose = file.metadata.get("of", f"layer {layer} {block}")
+            if whose != f"layer {layer} {block}":
+                raise ValueError(f"{path}: written for {whose[:100]}, not for layer {layer} {block}; {AGAIN}")
+            file.check(expected.state_dict())
+            file.check_sum(manifest.sums)
+            predictors[layer, block] = copy.deepcopy(expected)
+            predictors[layer, block].load_state_dict(file.tensors, assign=True)
     return predictors, manifest

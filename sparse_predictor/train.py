@@ -3,10 +3,11 @@
 Legend: L layers, n rows, D hidden, U units, R rank.
 """
 
+import io
 import math
 import os
-import pickle
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from loguru import logger
 
+from data.files import replace_file
 from modules.sparsity import Block, num_kept
 from sparse_predictor.labels import LabelDefinition, true_active
 from sparse_predictor.losses import LOSSES, LossTargets, relative_magnitude
@@ -24,6 +26,7 @@ from sparse_predictor.training_data import TrainingBatch, TrainingRows
 WARMUP_SHARE = 0.05
 FINAL_LEARNING_RATE_SHARE = 0.02
 ADAM_BETAS = (0.9, 0.95)
+STATE_KEYS = ("stack", "optimizer", "done", "losses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ def fit_scores(
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, betas=ADAM_BETAS, weight_decay=0.0)
     done = 0
     losses: list[float] = []
-    if (state := load_state(state_path, fingerprint, stack.first.device)) is not None:
+    if (state := load_state(state_path, fingerprint, stack.first.device, STATE_KEYS)) is not None:
         stack.load_state_dict(state["stack"])
         optimizer.load_state_dict(state["optimizer"])
         done, losses = state["done"], state["losses"]
@@ -157,20 +160,37 @@ def fit_scores(
 
 
 def save_state(path: Path, fingerprint: dict[str, Any], **state: Any) -> None:
-    """Put a training state on the disk, replacing the one before it only when it is whole."""
+    """Put a training state on the disk, durably, replacing the one before it only when it is whole; OSError as
+    `data.files.disk_errors`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    torch.save({"fingerprint": fingerprint, **state}, partial)
-    os.replace(partial, path)
+    content = io.BytesIO()  # in memory first: what torch.save raises on a full disk does not say so
+    torch.save({"fingerprint": fingerprint, **state}, content)
+    replace_file(path, content.getbuffer())
 
 
-def load_state(path: Path, fingerprint: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
-    """The state that the same training left at `path`, or None if there is none such."""
+def load_state(
+    path: Path, fingerprint: dict[str, Any], device: torch.device, keys: Sequence[str]
+) -> dict[str, Any] | None:
+    """The state with these keys that the same training left at `path`, or None: if there is none, or one that is
+    damaged or of another training, which is named in a warning and set aside."""
     if not path.is_file():
         return None
     try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as problem:
-        logger.warning(f"{path}: damaged, training starts anew ({str(problem).splitlines()[0]})")
-        return None
-    return state if state["fingerprint"] == fingerprint else None
+        with zipfile.ZipFile(path) as archive:
+            if (spoiled := archive.testzip()) is not None:  # torch.load does not compare the sums of all parts
+                raise ValueError(f"the sum of {spoiled} is not right")
+        state = torch.load(path, map_location=device, weights_only=True)
+        if not isinstance(state, dict) or not {"fingerprint", *keys} <= state.keys():
+            raise ValueError(f"it does not hold {', '.join(keys)}")
+    except Exception as problem:  # damaged bytes can make zipfile and torch raise anything
+        reason, suffix = f"damaged ({' '.join(str(problem).split())[:120] or type(problem).__name__})", ".damaged"
+    else:
+        if state["fingerprint"] == fingerprint:
+            return state
+        found = {name: state["fingerprint"].get(name) for name in fingerprint}
+        changed = [name for name in fingerprint if found[name] != fingerprint[name]]
+        reason, suffix = f"the state of another training ({', '.join(changed)} differ)", ".other"
+    aside = path.with_name(path.name + suffix)
+    os.replace(path, aside)
+    logger.warning(f"{path}: {reason}; it is now {aside.name}, and training starts from the beginning")
+    return None

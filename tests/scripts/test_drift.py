@@ -14,6 +14,7 @@ import pytest
 
 import scripts.drift as drift_stage
 from analysis.results import Record, read_records
+from data.files import only_writer
 from scripts.command_line import run_stage
 from scripts.drift import Options, main, write_study
 from scripts.drift_records import PARTS
@@ -102,7 +103,7 @@ Arguments = Callable[[Path], list[object]]
         (lambda root: ["--activations", root / "nowhere"], "nowhere"),
         (
             lambda root: ["--activations", root / "store", "--model", root / "other", "--window", "32"],
-            "which is not --model",
+            "was collected from other weights of the same configuration",
         ),
         (lambda root: ["--model", root / "model", "--corpus", "nonsense"], "unknown corpus 'nonsense'"),
         (lambda root: ["--model", root / "model", "--window", "65"], "context of 64, got 65"),
@@ -139,6 +140,24 @@ def test_what_does_not_fit_the_model_is_told_before_its_weights_are_read(
         (["--window", 32, "--calibration-tokens", 100], "--calibration-tokens: 100"),
     ):
         assert said in one_error_line(main, Options, [*shared, *flags], capsys)
+
+
+def test_one_run_at_a_time_writes_a_study(refused: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--activations", refused / "store", "--parts", "drift", "--output-dir", refused / "out", "--quiet"]
+    with only_writer(refused / "out"):
+        assert "out is being written by process " in one_error_line(main, Options, given, capsys)
+    assert not (refused / "out").exists()
+
+
+def test_a_full_disk_names_the_file_of_the_study(
+    study: tuple[Path, list[Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data.files.os.fsync", full)
+    with pytest.raises(OSError, match="drift.jsonl: no space left to write it"):
+        write_study(study[1][:3], tmp_path)
 
 
 @pytest.fixture(scope="module")

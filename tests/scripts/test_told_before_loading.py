@@ -47,7 +47,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--method", "predictor"], "method predictor needs --predictors (a directory written by scripts.train)"),
         (["--method", "static", "--predictors", "nowhere"], "nowhere/manifest.json is missing: not a predictor dir"),
-        (["--method", "teal", "--predictors", "checkpoint"], "checkpoint/manifest.json: not a predictor manifest (it "),
+        (["--method", "teal", "--predictors", "checkpoint"], "not a predictor manifest (checkpoint/manifest.json: "),
         (["--method", "random", "--mlp-density", "1.5"], "density must lie in (0, 1], got 1.5"),
         (["--method", "random", "--head-density", "0"], "density must lie in (0, 1], got 0.0"),
         (["--method", "random", "--mlp-density", "nan"], "density must lie in (0, 1], got nan"),

@@ -1,6 +1,8 @@
 """The train stage: artefacts, recipes by flags, resuming, achieved densities, refusals."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 import scripts.train
 from data.activation_store import ActivationStore
+from data.files import only_writer
 from scripts.command_line import run_stage
 from scripts.train import Options, fit_to_device, main, parse_rank
 from sparse_predictor.calibration import load_calibration
@@ -273,6 +276,10 @@ def test_activations_that_are_not_finite_are_one_line(
     spoiled = np.memmap(store.directory / "mlp_x_2.mmap", np.float16, "r+")
     spoiled[::7] = np.nan
     spoiled.flush()
+    manifest = json.loads((store.directory / "manifest.json").read_text())
+    for name in ("sums", "samples"):  # an older store, which opens
+        del manifest[name]
+    (store.directory / "manifest.json").write_text(json.dumps(manifest))
     for initialisation in ("closed_form", "random"):
         words = flags(folder, tmp_path / "p", activations=store.directory, initialisation=initialisation)
         line = one_error_line(main, Options, words, capsys)
@@ -295,3 +302,47 @@ def test_a_damaged_training_state_is_left_behind(folder: Path, tmp_path: Path) -
     (tmp_path / "p/training_mlp.pt").write_bytes(b"PK damaged")
     run_stage(main, Options, flags(folder, tmp_path / "p"))
     assert (tmp_path / "p/manifest.json").is_file()
+
+
+def test_two_trainings_of_one_folder_are_not_run_at_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with only_writer(tmp_path / "p"):
+        line = one_error_line(main, Options, flags(folder, tmp_path / "p", seed=3), capsys)
+    assert f"{tmp_path}/p is being written by process {os.getpid()} on " in line and not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("name", ["training_mlp.pt", "layer_1_mlp.safetensors", "metrics.json", "manifest.json"])
+def test_a_full_disk_is_one_line_and_the_same_command_completes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data.files.os.replace", full)
+        line = one_error_line(main, Options, flags(folder, tmp_path / "p"), capsys)
+    assert f"p/{name}: no space left to write it" in line and "free space there, then give the same command" in line
+    assert not (tmp_path / "p/manifest.json").exists() and not list(tmp_path.glob("**/*.tmp"))
+    run_stage(main, Options, flags(folder, tmp_path / "p"))
+    load_predictors(tmp_path / "p", tiny_decoder(LLAMA))
+    assert not list((tmp_path / "p").glob("training_*"))
+
+
+def test_damaged_predictors_are_trained_again_by_the_same_command(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run_stage(main, Options, flags(folder, tmp_path / "p"))
+    file = tmp_path / "p/layer_1_mlp.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4] + b"\0\0\0\1")
+    capsys.readouterr()
+    run_stage(main, Options, flags(folder, tmp_path / "p"))
+    said = capsys.readouterr().err
+    assert "layer_1_mlp.safetensors: " in said and "training again" in said and file.read_bytes() == whole
+    run_stage(main, Options, [word for word in flags(folder, tmp_path / "p") if word != "--quiet"])
+    assert "nothing to do" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """Predictor directories: strict in both directions, and never complete before they are."""
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,8 @@ import sparse_predictor.store
 from modules.decoder import Decoder
 from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
-from sparse_predictor.store import load_predictors, weights_sample
+from sparse_predictor.store import load_predictors, parse_manifest, weights_sample
+from tests.data.spoiled_json import spoiled
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
@@ -59,7 +62,9 @@ def test_every_layer_is_served_by_its_own_file(predictors: Path, model: Decoder)
 @pytest.mark.parametrize("layer", [0, 1, 10, 11])
 def test_a_missing_layer_is_never_served_by_another(predictors: Path, model: Decoder, layer: int) -> None:
     (predictors / f"layer_{layer}_mlp.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"layer_{layer}_mlp.safetensors is missing.*layer {layer}$"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"layer_{layer}_mlp.safetensors is missing.*layer {layer}; train again"
+    ):
         attach_selection(model, Selection(method="predictor", predictors=predictors, mlp_density=0.5))
 
 
@@ -79,6 +84,20 @@ def edit_manifest(**changes: Any) -> Callable[[Path], None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return apply
+
+
+def swap(one: str, other: str) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        paths = [directory / f"{name}.safetensors" for name in (one, other)]
+        contents = [path.read_bytes() for path in paths]
+        for path, content in zip(paths, reversed(contents), strict=True):
+            path.write_bytes(content)
+
+    return apply
+
+
+def zero(name: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / name).write_bytes(bytes((directory / name).stat().st_size)) and None
 
 
 def truncate(name: str) -> Callable[[Path], None]:
@@ -108,20 +127,46 @@ def truncate(name: str) -> Callable[[Path], None]:
             ValueError,
             r"layer_1_mlp.*bias holds NaN",
         ),
+        (
+            rewrite(lambda tensors: tensors["second"].view(-1)[3].fill_(float("inf"))),
+            ValueError,
+            r"layer_1_mlp.*second holds infinite values; train again",
+        ),
+        (
+            rewrite(lambda tensors: tensors.update(first=tensors["first"].half())),
+            ValueError,
+            r"layer_1_mlp.*first is of type torch.float16, expected torch.float32",
+        ),
+        (
+            rewrite(lambda tensors: tensors["second"].view(-1)[3].add_(1.0)),
+            ValueError,
+            r"layer_1_mlp.*not as it was written .its sha256 differs from the manifest's.; train again",
+        ),
+        (swap("layer_0_mlp", "layer_1_mlp"), ValueError, "layer_0_mlp.*written for layer 1 mlp, not for layer 0 mlp"),
+        (
+            swap("layer_1_mlp", "layer_1_attention"),
+            ValueError,
+            "layer_1_(mlp|attention).safetensors: written for layer 1 (attention|mlp), not for",
+        ),
         (truncate("layer_1_mlp.safetensors"), ValueError, "layer_1_mlp"),
+        (zero("layer_1_mlp.safetensors"), ValueError, "layer_1_mlp.*damaged"),
         (lambda directory: (directory / "manifest.json").unlink(), FileNotFoundError, "its training did not finish"),
         (edit_manifest(format_version=99), ValueError, "format version 99"),
         (edit_manifest(config_hash="0" * 12), ValueError, "do not belong to this model"),
         (edit_manifest(weights_sample=[0.5] * 48), ValueError, "same configuration but other weights"),
-        (edit_manifest(blocks=["mlp", "experts"]), ValueError, "unknown block 'experts'"),
-        (edit_manifest(training=None), ValueError, "definitions or training is no valid value"),
-        (edit_manifest(surprise=1), ValueError, "not a predictor manifest .it has an unknown surprise.; give a"),
-        (lambda directory: (directory / "manifest.json").write_text("{"), ValueError, "manifest .not JSON: "),
-        (lambda directory: (directory / "manifest.json").write_text("[1]"), ValueError, "manifest .no JSON object.$"),
+        (edit_manifest(blocks=["mlp", "experts"]), ValueError, r"`blocks\[1\]`: invalid enum value 'experts'"),
+        (edit_manifest(training=None), ValueError, "`training`: expected `object`, got `null`"),
+        (edit_manifest(lookahead=True), ValueError, "`lookahead`: expected `int`, got `bool`"),
+        (edit_manifest(layers=[*range(11), 12]), ValueError, r"`layers` has \[12\], this model has layers 0 to 11"),
+        (edit_manifest(predictor_rank={"mlp": 8}), ValueError, "`predictor_rank` lacks attention"),
+        (edit_manifest(predictor_rank={"mlp": 2**20, "attention": 2}), ValueError, "size mismatch for first"),
+        (edit_manifest(surprise=1), ValueError, "not a predictor manifest .*unknown field `surprise`.; give a"),
+        (lambda directory: (directory / "manifest.json").write_text("{"), ValueError, "manifest .*not JSON "),
+        (lambda directory: (directory / "manifest.json").write_text("[1]"), ValueError, "manifest .*expected `obj"),
         (
             lambda directory: (directory / "manifest.json").write_text('{"format": "x", "layers": [0]}'),
             ValueError,
-            "manifest.json: not a predictor manifest .it has no model_id.; give a directory that scripts.train wrote$",
+            "not a predictor manifest .*manifest.json: object contains unknown field `format`.; give a directory that",
         ),
     ],
     ids=lambda value: None,
@@ -134,11 +179,32 @@ def test_what_does_not_fit_is_refused_and_named(
         load_predictors(predictors, model)
 
 
+def change_calibration(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def apply(directory: Path) -> None:
+        tensors = load_file(directory / "calibration.safetensors")
+        tensors["2.neuron_frequency"] = change(tensors["2.neuron_frequency"])
+        save_file(tensors, directory / "calibration.safetensors")
+
+    return apply
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
         (lambda directory: (directory / "calibration.safetensors").unlink(), FileNotFoundError, "is missing"),
         (truncate("calibration.safetensors"), ValueError, "calibration.safetensors"),
+        (
+            lambda directory: shutil.copy(directory / "layer_3_mlp.safetensors", directory / "calibration.safetensors"),
+            ValueError,
+            "calibration.safetensors: unexpected tensor",
+        ),
+        (
+            change_calibration(lambda value: value + 1),
+            ValueError,
+            "calibration.safetensors: not as it was written",
+        ),
+        (change_calibration(lambda value: value / 0), ValueError, "neuron_frequency holds (NaN|infinite values)"),
+        (change_calibration(lambda value: value.long()), ValueError, "neuron_frequency is of type torch.int64"),
         (
             lambda directory: save_file({"0.neuron_mood": torch.zeros(80)}, directory / "calibration.safetensors"),
             ValueError,
@@ -164,6 +230,8 @@ def test_a_spoiled_calibration_is_refused(
     predictors: Path, model: Decoder, spoil: Callable[[Path], object], error: type[Exception], message: str
 ) -> None:
     spoil(predictors)
+    if "as it was written" not in message:
+        edit_manifest(sums={})(predictors)
     with pytest.raises(error, match=message):
         attach_selection(model, Selection(method="static", predictors=predictors, mlp_density=0.5))
 
@@ -180,7 +248,7 @@ def test_predictors_of_another_model_are_refused_for_every_method(predictors: Pa
     attach_selection(rounded, Selection(method="predictor", predictors=predictors, mlp_density=0.5))
 
 
-@pytest.mark.parametrize("step", ["save_file", "save_calibration", "write_json"])
+@pytest.mark.parametrize("step", ["write_tensors", "save_calibration", "write_json"])
 def test_a_crash_while_saving_leaves_no_manifest(
     folder: Path, predictors: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -221,3 +289,38 @@ def test_the_sample_of_weights_stays_within_a_matrix_that_float32_cannot_number(
     config = SimpleNamespace(hidden_size=hidden_size, intermediate_size=neurons, num_hidden_layers=1)
     model: Any = SimpleNamespace(config=config, has_block=lambda *place: True, mlp=lambda layer_idx: mlp)
     assert weights_sample(model) == [1.0] * 4
+
+
+def test_predictors_without_sums_are_those_of_an_older_version_and_are_read(predictors: Path, model: Decoder) -> None:
+    path = predictors / "manifest.json"
+    record = json.loads(path.read_text())
+    assert len(record.pop("sums")) == 25
+    path.write_text(json.dumps(record))
+    assert len(load_predictors(predictors, model)[0]) == 24
+    attach_selection(model, Selection(method="static", predictors=predictors, mlp_density=0.5))
+
+
+def test_files_have_the_mode_that_umask_gives(folder: Path, predictors: Path, model: Decoder) -> None:
+    loaded, manifest = load_predictors(predictors, model)
+    before = os.umask(0o027)
+    try:
+        sparse_predictor.store.save_predictors(predictors, loaded, load_calibration(predictors), {}, manifest)
+    finally:
+        os.umask(before)
+    written = [path for path in predictors.iterdir() if path.name != "metrics.md"]
+    assert {oct(path.stat().st_mode & 0o777) for path in written} == {"0o640"}
+
+
+def test_any_wrong_value_in_a_manifest_is_told(predictors: Path, model: Decoder) -> None:
+    path = predictors / "manifest.json"
+    valid = json.loads(path.read_text())
+    valid["sums"] = dict(list(valid["sums"].items())[:1])
+    valid["layers"] = valid["layers"][:1]
+    for name in ("definitions", "training"):
+        valid[name] = {"density_budget": None}
+    for _, text in spoiled(valid):
+        path.write_bytes(text)
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            parse_manifest(predictors)
+            load_predictors(predictors, model)
+            attach_selection(model, Selection(method="predictor", predictors=predictors, mlp_density=0.5))

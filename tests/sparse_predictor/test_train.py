@@ -1,5 +1,10 @@
 """Stage A: fitting scores to stored activations, resuming, refusing what is not finite."""
 
+import io
+import json
+import os
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
 from data.store_layout import StoreLayout
@@ -169,6 +175,64 @@ def test_a_state_of_another_training_is_not_continued(store: ActivationStore, mo
         assert seen == list(range(6)), place
 
 
+def changed_byte(content: bytes) -> bytes:
+    return content[:700] + bytes([content[700] ^ 1]) + content[701:]
+
+
+def other_contents(content: bytes) -> bytes:
+    file = io.BytesIO()
+    torch.save({"epoch": 3}, file)
+    return file.getvalue()
+
+
+def other_options(content: bytes) -> bytes:
+    file = io.BytesIO()
+    state = torch.load(io.BytesIO(content), weights_only=True)
+    torch.save({**state, "fingerprint": {**state["fingerprint"], "seed": 99}}, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("change", "suffix", "told"),
+    [
+        (lambda content: b"", "damaged", "training starts from the beginning"),
+        (lambda content: bytes(len(content)), "damaged", "training starts from the beginning"),
+        (lambda content: content[: len(content) // 2], "damaged", "training starts from the beginning"),
+        (changed_byte, "damaged", "damaged"),
+        (other_contents, "damaged", "it does not hold stack, optimizer, done, losses"),
+        (other_options, "other", "the state of another training .seed differ"),
+    ],
+)
+def test_a_spoiled_state_is_named_and_set_aside_and_training_starts_over(
+    store: ActivationStore, model: Decoder, tmp_path: Path, change: Callable[[bytes], bytes], suffix: str, told: str
+) -> None:
+    options, path = replace(OPTIONS, steps=6, batch_rows=64), tmp_path / "s.pt"
+    fit_scores(new_stack(), rows_of(store, model), options, state_path=path)
+    spoiled = change(path.read_bytes())
+    path.write_bytes(spoiled)
+    seen: list[int] = []
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}")
+    on_step = lambda step, loss: seen.append(step)  # noqa: E731
+    fit_scores(new_stack(), rows_of(store, model), options, state_path=path, on_step=on_step)
+    logger.remove(sink)
+    assert seen == list(range(6)) and len(said) == 1
+    assert re.search(rf"s\.pt: .*{told}", said[0]) and f"it is now s.pt.{suffix}" in said[0]
+    assert (tmp_path / f"s.pt.{suffix}").read_bytes() == spoiled
+
+
+def test_a_state_is_on_the_disk_before_it_replaces_the_one_before(
+    store: ActivationStore, model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.replace
+    monkeypatch.setattr("data.files.os.fsync", lambda descriptor: (events.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr("data.files.os.replace", lambda *paths: (events.append("replace"), rename(*paths)))
+    options = replace(OPTIONS, steps=1, batch_rows=64)
+    fit_scores(new_stack(), rows_of(store, model), options, state_path=tmp_path / "s.pt")
+    assert events[:2] == ["fsync", "replace"] and events[2:] == ["fsync"], "then the folder"
+
+
 @pytest.mark.parametrize("initialisation", ["closed_form", "random"])
 @pytest.mark.parametrize("name", ["mlp_x", "mlp_label"])
 def test_activations_that_are_not_finite_are_refused_with_their_layer(
@@ -182,6 +246,10 @@ def test_activations_that_are_not_finite_are_refused_with_their_layer(
     start, stop = store.row_ranges("train")[0]
     spoiled[start:stop, 5] = np.nan
     spoiled.flush()
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name in ("sums", "samples"):  # an older store, which opens
+        del manifest[name]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
     options = replace(OPTIONS, loss="energy_bce", initialisation=initialisation)
     with pytest.raises(ValueError, match=r"layers? \[?1\b.*not finite|not finite.*layers? \[?1\b"):
         fit_scores(new_stack(), rows_of(ActivationStore(directory), model), options, state_path=tmp_path / "s.pt")
