@@ -204,7 +204,8 @@ def started(campaign: Campaign, folder: Path) -> None:
 
 def repaired(campaign: Campaign, folder: Path, artefact: str, did: str, refusal: Outcome) -> dict[str, Any]:
     """Do what the message says, and what the message about that says; the artefact is then whole."""
-    stage, outcome, tried = STAGE_OF[artefact], refusal, []
+    stage, outcome = STAGE_OF[artefact], refusal
+    tried: list[str] = []
     while outcome.verdict == "refused" and len(tried) < 3:
         if "--overwrite" in outcome.error:
             flag = " --overwrite"
