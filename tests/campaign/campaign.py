@@ -18,11 +18,14 @@ import random
 import re
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -54,7 +57,7 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
 COUNTS = {"kills": 60, "damage": 150, "json": 1000, "flags": 150, "pairs": 21}
-LIMIT_S = 30.0  # of a run that reads something bad; a whole one takes up to 10 s
+LIMIT_S = 60.0  # of a run that takes up to 10 s on an idle machine
 FINE = ("as uninterrupted", "refused", "same output", "other output", "done", "consistent")
 
 # Who reads an artefact: its own stage, which continues it in place, or one that writes something else.
@@ -144,7 +147,7 @@ def kills(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, An
         if ended and outcome.verdict != "done":
             return record_of(outcome, f"killed before: {outcome.verdict}", f"{stage} killed after {', '.join(moments)}")
         resumed = RESUME.get(stage, "")
-    outcome, did = run(command + resumed, folder), f"{stage} killed after {', '.join(moments)}"
+    outcome, did = run(command + resumed, folder, LIMIT_S), f"{stage} killed after {', '.join(moments)}"
     verdict = outcome.verdict
     if verdict == "refused":
         verdict = "refuses to go on"
@@ -244,7 +247,7 @@ def changed_flags(campaign: Campaign, folder: Path, draw: random.Random) -> dict
     shutil.copytree(campaign.base, folder)
     (folder / "dangling").symlink_to("nowhere")
     words, did = change_words(command.format(out="out.jsonl").split(), flags, draw)
-    outcome = run(words, folder, 3 * LIMIT_S)
+    outcome = run(words, folder, LIMIT_S)
     return record_of(outcome, outcome.verdict, did)
 
 
@@ -262,7 +265,7 @@ def pairs(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, An
     time.sleep(delay)
     runs.append(Run(command + second_flags, folder))
     did = f"{stage}, and {delay:.2f} s later the same{second_flags}"
-    outcomes = [one.wait(60.0) for one in runs]
+    outcomes = [one.wait(LIMIT_S) for one in runs]
     verdicts = [outcome.verdict for outcome in outcomes]
     worst = next((one for one in outcomes if one.verdict not in ("done", "refused")), outcomes[-1])
     loser = next((one for one in outcomes if one.verdict == "refused"), None)
@@ -295,6 +298,7 @@ def main() -> None:
     options.output_dir.mkdir(parents=True, exist_ok=True)
     for module in PRELOADED:
         importlib.import_module(module)
+    tqdm.set_lock(threading.RLock())  # its own is shared by forks: who is killed while holding it would stop all others
     gc.freeze()
     campaign = Campaign(options.output_dir, options.seed)
     for kind in (options.kind,) if options.kind else CASES:
