@@ -125,10 +125,16 @@ class GgufFile:
             "mlp_bias": False,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
+            "eos_token_id": self._ends_of_text(),
             "pad_token_id": self.field("tokenizer.ggml.padding_token_id"),
             "dtype": "float32",
         }
+
+    def _ends_of_text(self) -> int | list[int] | None:
+        """The ends of a text, of a turn and of a message: a text ends at any of them, as in llama.cpp."""
+        found = [self.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        ends = list(dict.fromkeys(token_id for token_id in found if token_id is not None))
+        return ends if len(ends) > 1 else next(iter(ends), None)
 
     def _gguf_names(self) -> dict[tuple[str, str], str]:
         names = {(EMBEDDINGS, "embed_tokens.weight"): "token_embd.weight"}

@@ -38,9 +38,9 @@ from modules.step_counts import StepCounts
 from modules.step_message import HostCopy, stacked
 from modules.thinned_step import follows_thinning, thinned_in_step
 
-# The rows of a graph's inputs, int64 [8, B]; options of sampling lie there as they are, float64 bit by bit. A row's
+# The rows of a graph's inputs, int64 [9, B]; options of sampling lie there as they are, float64 bit by bit. A row's
 # length and step grow by `_GROWTH` with every token: 1, and 0 for a row that only pads the size.
-_TOKEN, _LENGTH, _STEP, _GROWTH, _STREAM, _TOP_K, _TEMPERATURE, _TOP_P = range(8)
+_TOKEN, _LENGTH, _STEP, _GROWTH, _STREAM, _TOP_K, _TEMPERATURE, _TOP_P, _MIN_P = range(9)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepInputs:
         )
 
     def packed(self, size: int) -> Tensor:
-        """As a graph reads them: int64 [8, size]."""
+        """As a graph reads them: int64 [9, size]."""
         count = len(self.token_ids)
         columns = [self.token_ids, self.lengths, self.steps, [1] * count]
         columns += map(list, zip(*map(_packed_options, self.sampling), strict=True))
@@ -69,8 +69,8 @@ class StepInputs:
 
 
 @lru_cache(maxsize=1024)
-def _packed_options(options: SamplingParams) -> tuple[int, int, int, int]:
-    bits: tuple[int, int] = unpack("<2q", pack("<2d", options.temperature, options.top_p))
+def _packed_options(options: SamplingParams) -> tuple[int, int, int, int, int]:
+    bits: tuple[int, int, int] = unpack("<3q", pack("<3d", options.temperature, options.top_p, options.min_p))
     return stream_of(options.seed), options.top_k, *bits
 
 
@@ -90,7 +90,7 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """`replay` goes from the inputs (int64 [8, B], see StepInputs; states from the stage before) to the outputs.
+    """`replay` goes from the inputs (int64 [9, B], see StepInputs; states from the stage before) to the outputs.
     `messages` are places for the facts of a step, by turns: that of the step ahead must not overwrite this one's."""
 
     replay: Callable[[], None]
@@ -225,7 +225,7 @@ class DecodeGraphs:
 
     def prepare(self, num_rows: int, *, samples: bool = False, limited: bool = False) -> CapturedStep:
         """The graph for so many rows, captured now if there is none yet. `samples`: some rows are sampled; `limited`:
-        with a top_k or top_p, for which the vocabulary is sorted; other batches do without."""
+        with a top_k, top_p or min_p, for which the vocabulary is sorted; other batches do without."""
         place = (self.size_for(num_rows), samples and self.chooses, limited and self.chooses)
         if place not in self._steps:
             self._steps[place] = self._capture(*place)
@@ -233,7 +233,7 @@ class DecodeGraphs:
 
     def _capture(self, size: int, samples: bool, limited: bool) -> CapturedStep:
         model, device = self.model, self.model.device
-        inputs = torch.zeros(8, size, dtype=torch.int64, device=device)
+        inputs = torch.zeros(9, size, dtype=torch.int64, device=device)
         received = None
         if model.links is not None and not model.links.is_first:
             shape, stream = (size, 1, model.config.hidden_size), model.links.residual_shape(size, 1)
@@ -281,8 +281,8 @@ def _choose(logits: Tensor, inputs: Tensor | None, limited: bool) -> Tensor:
     if inputs is None:
         chosen = greedy(logits)
     else:
-        temperature, top_p = (inputs[place].view(torch.float64) for place in (_TEMPERATURE, _TOP_P))
+        temperature, top_p, min_p = (inputs[place].view(torch.float64) for place in (_TEMPERATURE, _TOP_P, _MIN_P))
         uniforms = stream_uniforms(inputs[_STREAM], inputs[_STEP])
-        chosen = sample_on_device(logits, temperature, inputs[_TOP_K], top_p, uniforms, limited=limited)
+        chosen = sample_on_device(logits, temperature, inputs[_TOP_K], top_p, min_p, uniforms, limited=limited)
     facts = (chosen, chosen_logprobs(logits, chosen), logits.amax(-1).isfinite())
     return stacked([fact[None] for fact in facts], len(chosen))

@@ -11,8 +11,10 @@ Legend: B batch, T tokens, V vocabulary.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from modules.decode_graphs import can_capture
@@ -89,7 +91,7 @@ def generate(
     for idx, request in enumerate(requests):
         problem = _problem(model, request)
         if problem is None:
-            queue.append(RunningRequest(idx, request, model.config.max_position_embeddings))
+            queue.append(RunningRequest(idx, request, model.config.max_position_embeddings, decode))
         else:
             finish(idx, _refused(request, problem, decode))
     if queue:
@@ -97,7 +99,7 @@ def generate(
         if own_stats:
             model.stats = SparsityStats()
         try:
-            loop = _Loop(model, queue, batch_size, eos, decode, exchange, timings or GenerationTimings())
+            loop = _Loop(model, queue, batch_size, eos, exchange, timings or GenerationTimings())
             if warm_up:
                 loop.warm_up()
             exchange.meet()  # a stage that is ready earlier would count the others' preparations as its waiting
@@ -131,6 +133,14 @@ def _refused(request: GenerationRequest, problem: str, decode: Decode | None) ->
     )
 
 
+@cache
+def _tell_of_penalties() -> None:
+    logger.info(
+        "repetition_penalty, no_repeat_ngram_size or bad_words_ids: the host chooses each token, since it knows those "
+        "before; no decode step runs ahead of it"
+    )
+
+
 class _Loop:
     """The requests of one call of `generate`, until the last one ends."""
 
@@ -140,17 +150,18 @@ class _Loop:
         queue: deque[RunningRequest],
         batch_size: int,
         eos_token_ids: frozenset[int],
-        decode: Decode | None,
         exchange: TokenExchange,
         timings: GenerationTimings,
     ) -> None:
         self.model, self.queue, self.exchange, self.timings = model, queue, exchange, timings
-        self.eos_token_ids, self.decode = eos_token_ids, decode
+        self.eos_token_ids = eos_token_ids
         rows = min(batch_size, len(queue))
         num_microbatches = min(exchange.num_microbatches, rows)
         longest = max(row.num_prompt + row.room for row in queue)
         self.is_sparse = model.is_sparse
         use_graphs = can_capture(model)
+        if use_graphs and any(row.history is not None for row in queue):
+            _tell_of_penalties()
         self.microbatches = [
             Microbatch(
                 model,
@@ -171,9 +182,11 @@ class _Loop:
         for part in thinned:
             part.kept, part.seen = Count(), Count()
         prompt = self.queue[0].request.prompt_token_ids
-        # Of all kinds there are: batches may be all greedy.
+        # Of all kinds there are: batches may be all greedy, and are to the graphs where the host applies penalties.
         options = [row.request.sampling for row in self.queue]
-        kinds = {(one.temperature > 0.0, one.is_limited) for one in options}
+        kinds = {
+            (one.temperature > 0.0, one.is_limited) if not one.has_penalties else (False, False) for one in options
+        }
         for microbatch in self.microbatches:
             token_ids, lengths = pad_right([prompt], self.model.device)
             cache = microbatch.cache.fresh_rows([0])
@@ -232,7 +245,7 @@ class _Loop:
     def _end(self, microbatch: Microbatch, idx: int, finish: Callable[[int, GenerationResult], None]) -> bool:
         """Whether a row is done after its newest token; then its result is made."""
         row = microbatch.rows[idx]
-        reason, text = row.ending(self.eos_token_ids, self.decode)
+        reason, text = row.ending(self.eos_token_ids)
         if reason is None:
             return False
         now_s, count = time.perf_counter(), len(row.token_ids)

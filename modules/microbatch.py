@@ -19,9 +19,10 @@ from torch import Tensor
 
 from modules.decode_graphs import DecodeGraphs, StepInputs, StepResult
 from modules.decoder import Decoder
+from modules.penalties import penalised
 from modules.projections import weights_read
 from modules.requests import RunningRequest
-from modules.sampling import NonFiniteLogitsError, sample
+from modules.sampling import NoChoiceError, NonFiniteLogitsError, SamplingParams, check_finite, sample
 from modules.scoring import chosen_logprobs, logprobs_at, pad_right
 from modules.sparsity import BLOCKS, Block, Phase
 
@@ -121,7 +122,8 @@ class Microbatch:
             stats.row_counts = {}
         if result is not None:
             assert self.graphs is not None
-            if self.graphs.chooses or not any(row.request.sampling.temperature for row in self.rows):
+            is_greedy = not any(row.request.sampling.temperature for row in self.rows)
+            if (self.graphs.chooses or is_greedy) and not self._has_penalties:
                 if not all(result.finite):
                     raise self._refusal(
                         NonFiniteLogitsError([row for row, good in enumerate(result.finite) if not good])
@@ -157,25 +159,34 @@ class Microbatch:
         return self.model.logits(hidden_states[:, 0]) if self.model.is_last else None
 
     def _replay(self, graphs: DecodeGraphs) -> StepResult | None:
-        rows = self.rows
+        rows, has_penalties = self.rows, self._has_penalties
         inputs = StepInputs(
             token_ids=[row.token_ids[-1] for row in rows],
             lengths=[row.num_cached for row in rows],
             steps=[len(row.token_ids) for row in rows],
-            sampling=[row.request.sampling for row in rows],
+            # With penalties the step's own choice is not taken, so the cheapest will do.
+            sampling=[SamplingParams() if has_penalties else row.request.sampling for row in rows],
         )
         # Whom this step fills up will not go on; whether another meets its end is not known before it is read.
-        return graphs.run(inputs, ahead=all(len(row.token_ids) + 1 < row.room for row in rows))
+        ahead = not has_penalties and all(len(row.token_ids) + 1 < row.room for row in rows)
+        return graphs.run(inputs, ahead=ahead)
+
+    @property
+    def _has_penalties(self) -> bool:
+        return any(row.history is not None for row in self.rows)
 
     def _choose(self, logits: Tensor) -> Tensor:
         assert self.turn is not None
         rows = [self.rows[row] for row in self.turn.rows]
         try:
+            if any(row.history is not None for row in rows):
+                check_finite(logits)
+                logits = penalised(logits, [row.history for row in rows])
             return sample(logits, [row.request.sampling for row in rows], [len(row.token_ids) for row in rows])
-        except NonFiniteLogitsError as error:
+        except NoChoiceError as error:
             raise self._refusal(error) from error
 
-    def _refusal(self, error: NonFiniteLogitsError) -> ValueError:
+    def _refusal(self, error: NoChoiceError) -> ValueError:
         """`error` of the turn's rows, with the names of their requests."""
         assert self.turn is not None
         bad = [self.rows[self.turn.rows[row]] for row in error.rows]
@@ -197,8 +208,7 @@ class Microbatch:
             if not row.token_ids:
                 row.first_token_s = now_s
             token_id, logprob = int(message[place]), message[count + place]
-            row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
+            row.add(token_id, logprob)
             yield row, token_id, logprob
 
     def counts(self, row: int) -> list[float]:

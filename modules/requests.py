@@ -1,11 +1,20 @@
 """What goes into generation and what comes out, and when a request ends (EOS, stop string, length)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Protocol
 
+from modules.penalties import TokenHistory
 from modules.sampling import SamplingParams
 
-Decode = Callable[[list[int]], str]
+
+class Decode(Protocol):
+    """Turns token ids into text, spaces as they are."""
+
+    def __call__(self, token_ids: list[int], *, special: bool = False) -> str:
+        """The text without special tokens, or (`special`) with what each of them is called."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +35,9 @@ class GenerationResult:
 
     `token_ids` are the generated ones, up to and with the EOS or the token that completed a stop string; `logprobs`
     has one entry for each (the model's own distribution, before temperature and truncation). `text` (None without
-    `decode`) ends *before* the EOS or the stop string. `prompt_logprobs` (echo): None for the first prompt token,
-    then log_softmax(logits[i - 1])[id_i]. `finish_reason`: stop (EOS, stop string), length (max_new_tokens, or the
-    context is full) or error (with `error`; nothing was generated).
+    `decode`) ends *before* the EOS or the stop string and has no special tokens. `prompt_logprobs` (echo): None for the
+    first prompt token, then log_softmax(logits[i - 1])[id_i]. `finish_reason`: stop (EOS, stop string), length
+    (max_new_tokens, or the context is full) or error (with `error`; nothing was generated).
 
     `mlp_density`, `head_density`: mean share of units this row computed in its decode steps (in its prompt, if there
     was no decode step). TEAL has no units: its `mlp_density` is the share of the MLP weights read.
@@ -70,13 +79,21 @@ class GenerationTimings:
 class RunningRequest:
     """A request while it runs."""
 
-    def __init__(self, request_idx: int, request: GenerationRequest, context: int) -> None:
+    def __init__(
+        self, request_idx: int, request: GenerationRequest, context: int, decode: Decode | None = None
+    ) -> None:
         self.request_idx = request_idx
+        self.decode = decode
+        self._stops: StopSearch | None = None
+        if request.stop and decode is not None:
+            self._stops = StopSearch(decode, request.stop, request.prompt_token_ids)
         self.request = request
         self.num_prompt = len(request.prompt_token_ids)
         self.room = max(0, min(request.max_new_tokens, context - self.num_prompt))
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        sampling = request.sampling
+        self.history = TokenHistory(sampling, request.prompt_token_ids) if sampling.has_penalties else None
         self.prompt_logprobs: list[float | None] | None = None
         self.started_s = self.first_token_s = 0.0
 
@@ -85,12 +102,20 @@ class RunningRequest:
         """Tokens of this row in the cache: all but the newest generated one."""
         return self.num_prompt + max(0, len(self.token_ids) - 1)
 
-    def ending(self, eos_token_ids: frozenset[int], decode: Decode | None) -> tuple[str | None, str | None]:
-        """(finish_reason or None to go on, text) after the newest token."""
+    def add(self, token_id: int, logprob: float) -> None:
+        """The next token that was chosen."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if self.history is not None:
+            self.history.add(token_id)
+
+    def ending(self, eos_token_ids: frozenset[int]) -> tuple[str | None, str | None]:
+        """(finish_reason or None to go on, text) after the newest token; to be asked after each."""
+        decode = self.decode
         if self.token_ids and self.token_ids[-1] in eos_token_ids:
             return "stop", None if decode is None else decode(self.token_ids[:-1])
-        if self.request.stop and decode is not None:
-            text = text_before_stop(decode, self.token_ids, self.request.stop)
+        if self.token_ids and self._stops is not None:
+            text = self._stops.text_before(self.token_ids[-1])
             if text is not None:
                 return "stop", text
         if len(self.token_ids) >= self.room:
@@ -98,15 +123,57 @@ class RunningRequest:
         return None, None
 
 
-def text_before_stop(decode: Decode, token_ids: list[int], stop: Sequence[str]) -> str | None:
-    """The decoded text before the first stop string, if the newest token completed one; else None.
+class StopSearch:
+    """Looks for stop strings in a text that grows by tokens. A string may span tokens.
 
-    The string may span tokens. Only the tail is decoded each time: a token that adds to the text adds a byte at
-    least, so a string of n bytes lies in the last n tokens (and a few, since tokenizers treat a first token apart).
+    It is looked for in the text with its special tokens, decoded behind the prompt's last token (a sentencepiece
+    decoder strips the space of what comes first), and in the text that is given out, which has no special tokens. Only
+    the tail is decoded with each token: a token that adds to a text adds a byte at least, so a string of n bytes lies
+    in the last n tokens (and a few, since tokenizers treat a first token apart).
     """
-    tail = decode(token_ids[-(max(len(text.encode()) for text in stop) + 8) :])
-    if not any(text in tail for text in stop):
-        return None
-    full = decode(token_ids)
-    found = [position for position in (full.find(text) for text in stop) if position >= 0]
-    return full[: min(found)] if found else None
+
+    def __init__(self, decode: Decode, stop: Sequence[str], prompt_token_ids: Sequence[int]) -> None:
+        self._decode, self._stop = decode, stop
+        self._num_tail = max(len(text.encode()) for text in stop) + 8
+        self._token_ids = list(prompt_token_ids[-1:])
+        self._num_before = len(self._token_ids)
+        self._plain_ids: list[int] = []  # the generated ones that are not special
+
+    def text_before(self, token_id: int) -> str | None:
+        """The text to be given out, before the first stop string, if this next token completes one; else None."""
+        self._token_ids.append(token_id)
+        if not self._is_special(token_id):
+            self._plain_ids.append(token_id)
+        start = max(self._num_before, len(self._token_ids) - self._num_tail)
+        tails = self._text(start), self._decode(self._plain_ids[-self._num_tail :])
+        if all(self._find(tail) is None for tail in tails):
+            return None
+        found: list[str] = []
+        plain, marked = self._decode(self._plain_ids), self._text(self._num_before)
+        if (place := self._find(plain)) is not None:
+            found.append(plain[:place])
+        if (place := self._find(marked)) is not None:
+            found.append(self._given_out(plain, marked, place))
+        return min(found, key=len, default=None)  # each is the beginning of one text
+
+    def _is_special(self, token_id: int) -> bool:
+        return not self._decode([token_id]) and self._decode([token_id], special=True) != ""
+
+    def _find(self, text: str) -> int | None:
+        return min((place for place in map(text.find, self._stop) if place >= 0), default=None)
+
+    def _text(self, start: int, stop: int | None = None) -> str:
+        """What tokens start .. stop - 1 add, special ones too, to the text of the token before them."""
+        before = self._decode(self._token_ids[max(0, start - 1) : start], special=True)
+        whole = self._decode(self._token_ids[max(0, start - 1) : stop], special=True)
+        return whole[len(commonprefix([before, whole])) :]  # a character may begin in one token and end in the next
+
+    def _given_out(self, plain: str, marked: str, place: int) -> str:
+        """What of `plain`, the text without special tokens, stands before `marked[place]`, the text with them."""
+        for count in range(len(self._token_ids), self._num_before - 1, -1):
+            start = self._text(self._num_before, count)
+            if len(start) <= place and marked.startswith(start):
+                break  # whole tokens, and then the part of one
+        text, rest = self._decode(self._token_ids[self._num_before : count]), marked[len(start) : place]
+        # Where the decoder strips the first space, here is one that `plain` does not have.
+        return text + (rest if text or plain.startswith(rest[:1]) else rest[1:])

@@ -26,13 +26,21 @@ class SamplingParams:
     """How one request picks its tokens. `temperature` 0: greedy (the rest is then unused).
 
     `top_k` -1 or 0 (kept as -1): all tokens. `top_p` 1.0: all; otherwise the smallest set of most likely tokens whose
-    probability reaches `top_p`, with the token that crosses it. Both: top-k first, top-p within it.
+    probability reaches `top_p`, with the token that crosses it. Both: top-k first, top-p within it. `min_p`: and none
+    whose probability is below that share of the largest.
+
+    The last three change greedy text, too, and look at the prompt's tokens as at the generated ones (see
+    `modules.penalties`): `repetition_penalty` 1.0, `no_repeat_ngram_size` 0 and no `bad_words_ids` change nothing.
     """
 
     temperature: float = 0.0
     top_k: int = -1
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
@@ -43,22 +51,44 @@ class SamplingParams:
             object.__setattr__(self, "top_k", -1)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise ValueError(f"repetition_penalty must be a finite number > 0, got {self.repetition_penalty}")
+        if self.no_repeat_ngram_size < 0:
+            raise ValueError(f"no_repeat_ngram_size must be at least 0 (off), got {self.no_repeat_ngram_size}")
+        if not all(self.bad_words_ids):
+            raise ValueError("bad_words_ids must not hold an empty list")
+        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, self.bad_words_ids)))  # JSON has lists
 
     @property
     def is_limited(self) -> bool:
         """Whether some tokens are never drawn."""
-        return self.temperature > 0.0 and (self.top_k != -1 or self.top_p < 1.0)
+        return self.temperature > 0.0 and (self.top_k != -1 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on those before it."""
+        return self.repetition_penalty != 1.0 or self.no_repeat_ngram_size > 0 or bool(self.bad_words_ids)
 
 
-class NonFiniteLogitsError(ValueError):
+class NoChoiceError(ValueError):
+    """Batch rows in which no token can be chosen; the message says why."""
+
+    def __init__(self, rows: list[int], message: str) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
+class NonFiniteLogitsError(NoChoiceError):
     """Logits with NaN or +inf, or with no finite entry: there is no distribution to choose from."""
 
     def __init__(self, rows: list[int]) -> None:
         super().__init__(
+            rows,
             f"logits of batch row {', '.join(map(str, rows))} are not finite (NaN or inf): the weights or the "
-            "activations overflowed or hold NaN; try --dtype float32, or check the checkpoint"
+            "activations overflowed or hold NaN; try --dtype float32, or check the checkpoint",
         )
-        self.rows = rows
 
 
 def mix_seed(seed: int, index: int) -> int:
@@ -146,15 +176,22 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]
     draws = [uniform(row.seed, step) for row, step in zip(params, steps, strict=True)]
     uniforms = torch.tensor(draws, dtype=torch.float64, device=device)
     limited = [row for row, options in enumerate(params) if options.top_k != -1 or options.top_p < 1.0]
-    if not limited:
-        return _inverse_cdf(weights, uniforms)
     if len(limited) == len(params):
         kept, token_ids = kept_tokens(weights, params)
         return token_ids.gather(-1, _inverse_cdf(kept, uniforms)[:, None]).squeeze(-1)
-    drawn = _inverse_cdf(weights, uniforms)
+    likely = weights
+    if any(row.min_p for row in params):
+        likely = weights.masked_fill(weights < _min_p(params, weights), 0.0)
+    drawn = _inverse_cdf(likely, uniforms)
+    if not limited:
+        return drawn
     kept, token_ids = kept_tokens(weights[limited], [params[row] for row in limited])
     drawn[limited] = token_ids.gather(-1, _inverse_cdf(kept, uniforms[limited])[:, None]).squeeze(-1)
     return drawn
+
+
+def _min_p(params: Sequence[SamplingParams], weights: Tensor) -> Tensor:
+    return torch.tensor([row.min_p for row in params], dtype=torch.float64).to(weights)[:, None]
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -168,7 +205,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def kept_tokens(weights: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """What top-k and top-p keep of unnormalised probabilities [B, V], each row's largest being 1.
+    """What top-k, top-p and min-p keep of unnormalised probabilities [B, V], each row's largest being 1.
 
     Returns weights and token ids [B, C], most likely first, of equals the lowest id first; entries beyond a row's
     kept set have weight 0. C varies: tokens too unlikely to be kept by any row are not sorted at all.
@@ -198,17 +235,25 @@ def kept_tokens(weights: Tensor, params: Sequence[SamplingParams]) -> tuple[Tens
     total = torch.where(top_k == vocab_size, everything, cumulative[:, -1:])
     # A token stays if those before it fall short of top_p: the one that crosses the threshold is kept.
     before = cumulative - values
-    return values.masked_fill((before >= top_p * total) & (top_p < 1.0), 0.0), ids.gather(-1, order)
+    values = values.masked_fill((before >= top_p * total) & (top_p < 1.0), 0.0)
+    return values.masked_fill(values < _min_p(params, weights), 0.0), ids.gather(-1, order)
 
 
 def sample_on_device(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniforms: Tensor, *, limited: bool = True
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniforms: Tensor,
+    *,
+    limited: bool = True,
 ) -> Tensor:
     """`sample` of logits [B, V] in fixed shapes and without a host read, so that a CUDA graph can hold it.
 
-    Options as `SamplingParams` has them: temperature, top_p and uniforms float64 [B], top_k int64 [B] -> token ids
-    int64 [B]. Logits that are not finite give some id of the vocabulary: it is for the caller to refuse them.
-    `limited` False promises that no row has a top_k or a top_p: then the vocabulary is not sorted.
+    Options as `SamplingParams` has them: temperature, top_p, min_p and uniforms float64 [B], top_k int64 [B] -> token
+    ids int64 [B]. Logits that are not finite give some id of the vocabulary: it is for the caller to refuse them.
+    `limited` False promises that no row has a top_k, top_p or min_p: then the vocabulary is not sorted.
     """
     vocab_size = logits.shape[-1]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -229,6 +274,7 @@ def sample_on_device(
     total = torch.where(count == vocab_size, everything, cumulative[:, -1:])
     share = top_p[:, None]
     kept = values.masked_fill((cumulative - values >= share * total) & (share < 1.0), 0.0)
+    kept = kept.masked_fill(kept < min_p.to(wide.dtype)[:, None], 0.0)
     # NaN compares to nothing and would be found beyond the end, where a gather stops the device for good.
     drawn = order.gather(-1, _inverse_cdf(kept, uniforms)[:, None].clamp(max=vocab_size - 1)).squeeze(-1)
     return torch.where(temperature > 0.0, drawn, greedy(logits))

@@ -21,7 +21,7 @@ from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
 from scripts.batch_sizes import BatchSizes
 from scripts.command_line import progress
 from scripts.continuations import Continuation, score_continuations
-from scripts.model_loading import LoadedModel, decode_text
+from scripts.model_loading import LoadedModel
 from scripts.run_records import achieved_on_mesh, hash_of
 from sparse_predictor.selection import Selection, attach_selection
 
@@ -115,7 +115,7 @@ class Answerer:
             prepared,
             batch_size=self.sizes.for_generation(max(len(one.prompt_token_ids) for one in prepared), longest),
             eos_token_ids=call.eos_token_ids,
-            decode=lambda token_ids: decode_text(self.loaded.tokenizer, token_ids),
+            decode=self.loaded.decode,
             on_finish=finish,
         )
         written = mesh.from_rank_0(lambda: texts)

@@ -19,8 +19,8 @@ from modules.sampling import SamplingParams
 from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.launch import current_launch
 from scripts.command_line import progress, run_stage
-from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, decode_text, tokenizer_fingerprint
-from scripts.run_records import selection_labels, sources_of
+from scripts.model_loading import LoadedModel, RunOptions, chat_token_ids, tokenizer_fingerprint
+from scripts.run_records import hash_of, selection_labels, sources_of
 from scripts.selection_options import SelectionOptions
 
 GREEDY = {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
@@ -89,7 +89,6 @@ def main(options: Options) -> GenerationTimings:
             writer.write(_record(pending[request_idx][0], result))
             bar.update(1)
 
-        tokenizer = loaded.tokenizer
         timings = GenerationTimings()
         generate_on_mesh(
             loaded.model,
@@ -97,7 +96,7 @@ def main(options: Options) -> GenerationTimings:
             [prepared for _, prepared in pending],
             batch_size=options.batch_size,
             eos_token_ids=loaded.generation_defaults.eos_token_ids,
-            decode=None if tokenizer is None else lambda token_ids: decode_text(tokenizer, token_ids),
+            decode=loaded.decode,
             on_finish=finish,
             timings=timings,
             warm_up=options.warmup,
@@ -119,11 +118,15 @@ def main(options: Options) -> GenerationTimings:
 def _settings(options: Options, defaults: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
     """What the answers depend on, whatever the cut and the batch size (a collective call)."""
     selection = options.selection(seed=options.seed)
+    penalties = dict(loaded.generation_defaults.penalties)
+    if "bad_words_ids" in penalties:  # there may be thousands
+        penalties["bad_words_ids"] = hash_of(repr(penalties["bad_words_ids"]).encode())
     return {
         "model": loaded.model_id,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         **selection_labels(selection, loaded.model.config.num_hidden_layers),
         **defaults,
+        **penalties,
         **{name: getattr(options, name) for name in ("seed", "echo", "chat")},
         "eos_token_ids": list(loaded.generation_defaults.eos_token_ids),
         "tokenizer": tokenizer_fingerprint(loaded.directory),
@@ -135,6 +138,7 @@ def _prepare(
     requests: list[PromptRequest], options: Options, defaults: dict[str, Any], loaded: LoadedModel
 ) -> list[tuple[PromptRequest, GenerationRequest]]:
     """All prompts, each as it was read and as it is run."""
+    always = {"min_p": defaults.get("min_p", 0.0), **loaded.generation_defaults.penalties}
 
     def prepare(request: PromptRequest) -> GenerationRequest:
         values = request.options({**defaults, "seed": seed_of(request, options.seed)})
@@ -143,7 +147,9 @@ def _prepare(
         return GenerationRequest(
             prompt_token_ids=_token_ids(request, loaded, chat=options.chat),
             max_new_tokens=values["max_new_tokens"],
-            sampling=SamplingParams(**{name: values[name] for name in ("temperature", "top_k", "top_p", "seed")}),
+            sampling=SamplingParams(
+                **{name: values[name] for name in ("temperature", "top_k", "top_p", "seed")}, **always
+            ),
             stop=values["stop"],
             echo=options.echo,
             request_id=request.id,
@@ -171,7 +177,6 @@ def _defaults(flags: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
     theirs = loaded.generation_defaults.sampling
     if theirs is None or any(name in given for name in GREEDY):
         return {**GREEDY, **given}
-    theirs = {name: check_option(name, value, "generation_config.json") for name, value in theirs.items()}
     logger.info(f"sampling as the model's generation_config.json says: {theirs} (--temperature 0 for greedy)")
     return {**theirs, **given}
 

@@ -65,9 +65,11 @@ class EngineLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """End of text: the tokenizer's EOS, else the model's."""
+        """End of text: the tokenizer's EOS, else the first that the model has. ValueError if it has none."""
         eos = self.tokenizer.eos_token_id
-        return self.loaded.model.config.eos_token_ids[0] if eos is None else eos
+        if eos is None and not self.loaded.generation_defaults.eos_token_ids:
+            raise ValueError(f"{self.loaded.directory}: neither the tokenizer nor the config names a BOS or EOS token")
+        return self.loaded.generation_defaults.eos_token_ids[0] if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
@@ -153,7 +155,7 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """The text that follows each context, before the first of its stop strings."""
         prepared = [self._generation_request(idx, *request.args) for idx, request in enumerate(requests)]
-        ends = (*self.loaded.generation_defaults.eos_token_ids, self.eot_token_id)
+        ends = self.loaded.generation_defaults.eos_token_ids
         texts = self._ask(Call("generations", generations=prepared, eos_token_ids=ends))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -189,11 +191,13 @@ class EngineLM(TemplateLM):
                 f"max_gen_toks {max_new_tokens} leaves no room for a prompt in a context of {self.max_length}"
             )
         seed = mix_seed(self.seed, idx) >> 1
-        sampling = {"temperature": 1.0, **sampling, "seed": seed} if is_sampled else {}
+        theirs = self.loaded.generation_defaults
+        if is_sampled:
+            sampling = {"temperature": 1.0, **(sampling or theirs.sampling or {}), "seed": seed}
         return GenerationRequest(
             prompt_token_ids=self.tok_encode(context)[-room:],
             max_new_tokens=max_new_tokens,
-            sampling=SamplingParams(**sampling),
+            sampling=SamplingParams(**(sampling if is_sampled else {}), **theirs.penalties),
             stop=tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text),
             request_id=idx,
         )

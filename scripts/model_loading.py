@@ -6,11 +6,10 @@ A model is a converted folder, a Hugging Face folder, or a hub id (downloaded on
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +20,13 @@ from data.files import sha256_of
 from modules.checkpoint import load_model
 from modules.checkpoint_files import checkpoint_fingerprint
 from modules.decoder import Decoder
+from modules.requests import Decode
 from pipeline_parallel.engine import check_same_everywhere, parallelise
 from pipeline_parallel.fused_junction import AllReduce, choose_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import OverlapTokens, check_overlap_tokens, choose_overlap
+from scripts.generation_defaults import GenerationDefaults, read_generation_defaults
 from scripts.threads import share_cores
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
@@ -166,38 +167,6 @@ def _download(hub_id: str) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationDefaults:
-    """What the model's authors set in generation_config.json. `sampling` None: greedy, or nothing is said."""
-
-    eos_token_ids: tuple[int, ...]
-    sampling: dict[str, Any] | None = None
-
-
-def read_generation_defaults(directory: Path, model: Decoder) -> GenerationDefaults:
-    """Of a checkpoint folder; the config's EOS ids where generation_config.json is silent."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return GenerationDefaults(eos_token_ids=model.config.eos_token_ids)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    eos = values.get("eos_token_id")
-    eos_token_ids = model.config.eos_token_ids if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    if not values.get("do_sample"):
-        return GenerationDefaults(eos_token_ids=eos_token_ids)
-    # Hugging Face's own defaults: top_k 50, and 0 for all.
-    sampling = {
-        "temperature": float(values.get("temperature") or 1.0),
-        "top_k": values.get("top_k", 50) or -1,
-        "top_p": float(values.get("top_p") or 1.0),
-    }
-    return GenerationDefaults(eos_token_ids=eos_token_ids, sampling=sampling)
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     """A model, or this rank's part of it, and what lies beside it. `model_id` is its name in records."""
 
@@ -224,10 +193,15 @@ class LoadedModel:
             )
         return self.tokenizer
 
+    @property
+    def decode(self) -> Decode | None:
+        """Turns token ids into text; None without a tokenizer."""
+        return None if self.tokenizer is None else partial(decode_text, self.tokenizer)
+
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        """From generation_config.json."""
-        return read_generation_defaults(self.directory, self.model)
+        """What ends a text, and what of generation_config.json is followed."""
+        return read_generation_defaults(self.directory, self.model.config, self.tokenizer)
 
     def self_writer(
         self, *, quiet: bool = False, max_tokens: int | None = None
@@ -247,9 +221,9 @@ def tokenizer_fingerprint(directory: Path) -> str | None:
     return hashlib.sha256(content.encode()).hexdigest()[:12] if files else None
 
 
-def decode_text(tokenizer: Any, token_ids: list[int]) -> str:
-    """Text of generated token ids: special tokens left out, spaces as they are."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decode_text(tokenizer: Any, token_ids: list[int], *, special: bool = False) -> str:
+    """Text of generated token ids, spaces as they are: without special tokens, or with (`special`) their names."""
+    return tokenizer.decode(token_ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:

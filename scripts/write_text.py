@@ -21,7 +21,7 @@ from data.differences import differences
 from data.files import parse_json, read_json, write_json
 from modules.checkpoint_files import checkpoint_fingerprint
 from scripts.command_line import run_stage
-from scripts.model_loading import ModelOptions, decode_text, resolve_model
+from scripts.model_loading import ModelOptions, resolve_model
 from scripts.self_text import write_documents
 
 
@@ -78,8 +78,8 @@ def main(options: Options) -> int:
     with options.output.open("a", encoding="utf-8", buffering=1) as file:  # whole lines, should it be killed
         for token_ids in documents:
             content: dict[str, object] = {"token_ids": token_ids}
-            if loaded.tokenizer is not None:
-                content = {"text": decode_text(loaded.tokenizer, token_ids)}
+            if loaded.decode is not None:
+                content = {"text": loaded.decode(token_ids)}
             file.write(json.dumps({**content, "num_tokens": len(token_ids)}, ensure_ascii=False) + "\n")
             num_tokens += len(token_ids)
             if num_tokens >= options.max_tokens:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert_llama_checkpoint import Options, main
 from modules.checkpoint import load_config, load_model
+from modules.checkpoint_gguf import GgufFile
 from modules.config import ModelConfig
 from tests.modules.tiny_kinds import LLAMA, LLAMA3_SCALING, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
@@ -35,6 +36,7 @@ def write_gguf(
     architecture: str = "llama",
     rule: str = "smollm",
     add_bos: bool = False,
+    ends: dict[str, int] | None = None,
 ) -> None:
     """A GGUF of `tiny_hf_model(hf_config)`, as llama.cpp's converter lays it out, with a byte-level tokenizer."""
     config = ModelConfig.from_hf(hf_config)
@@ -57,7 +59,8 @@ def write_gguf(
     writer.add_token_merges(["1 2"])
     writer.add_bos_token_id(1)
     writer.add_add_bos_token(add_bos)
-    writer.add_eos_token_id(2)
+    for name, token_id in ({"eos": 2} if ends is None else ends).items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     weights = tiny_hf_model(hf_config).state_dict()
@@ -102,6 +105,23 @@ def test_gguf_is_dequantised_as_transformers_does(kind: str, tied: bool, tmp_pat
         original = tiny_decoder(GGUF | {"tie_word_embeddings": tied})
         pairs = zip(model.parameters(), original.parameters(), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ({"eos": 2, "eot": 5}, (2, 5)),
+        ({"eos": 2, "eot": 2}, (2,)),
+        ({"eos": 2, "eot": 5, "eom": 7}, (2, 5, 7)),
+        ({"eot": 5}, (5,)),
+        ({}, ()),
+    ],
+)
+def test_a_text_ends_at_any_end_that_a_gguf_names(
+    ends: dict[str, int], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", GGUF, ends=ends)
+    assert GgufFile(tmp_path / "tiny.gguf").config.eos_token_ids == expected
 
 
 def test_gguf_tokenizer_keeps_template_special_tokens_and_cuts_digits_as_trained(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from modules.decoder import Decoder
 from modules.generation import decode_one_token, generate, prefill
-from modules.requests import GenerationRequest, GenerationResult, GenerationTimings, text_before_stop
+from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams
 from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.selection import apply_sparsity
@@ -46,9 +46,9 @@ def greedy_by_recomputing(model: Decoder, prompt: list[int], max_new_tokens: int
     return token_ids[len(prompt) :], logprobs
 
 
-def decode(token_ids: list[int]) -> str:
-    """Four tokens in the alphabet of a stop string, the others one letter each; 0 is a special token without text."""
-    pieces = {0: "", 10: "ST", 11: "O", 12: "P now", 13: "é"}
+def decode(token_ids: list[int], *, special: bool = False) -> str:
+    """Four tokens in the alphabet of a stop string, the others one letter each; 0 is a special token."""
+    pieces = {0: "<0>" if special else "", 10: "ST", 11: "O", 12: "P now", 13: "é"}
     return "".join(pieces.get(token, chr(97 + token % 8)) for token in token_ids)
 
 
@@ -164,12 +164,24 @@ def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(
     assert result.token_ids == [40, 10, 11, 12], "up to and with the token that completed it"
 
 
-def test_the_earliest_of_several_stop_strings_counts() -> None:
-    assert text_before_stop(decode, [40, 10, 11, 12], ["P n", "TO", "now"]) == "aS"
-    assert text_before_stop(decode, [40, 10, 11], ["STOP"]) is None
-    long_text = [41] * 500 + [13, 10, 11, 12]
-    assert text_before_stop(decode, long_text, ["éSTOP"]) == decode([41] * 500)
-    assert text_before_stop(decode, [10, 0, 11, 0, 12], ["STOP"]) == ""
+@pytest.mark.parametrize(
+    ("script", "stop", "text"),
+    [
+        ([40, 10, 11, 12], ("P n", "TO", "now"), "aS"),
+        ([40, 10, 11, 44], ("STOP",), None),
+        ([41] * 30 + [13, 10, 11, 12], ("éSTOP",), decode([41] * 30)),
+        ([10, 0, 11, 0, 12], ("STOP",), ""),
+        ([40, 0, 41], ("<0>",), "a"),
+    ],
+)
+def test_the_earliest_of_several_stop_strings_counts(
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch, script: list[int], stop: tuple[str, ...], text: str | None
+) -> None:
+    scripted(monkeypatch, llama, script)
+    options: dict[str, Any] = {"max_new_tokens": len(script), "stop": stop}
+    (result,) = generate(llama, requests(**options)[:1], decode=decode, eos_token_ids=NO_EOS)
+    assert result.text == (decode(script) if text is None else text)
+    assert result.finish_reason == ("length" if text is None else "stop")
 
 
 def test_stop_strings_need_a_decoder(llama: Decoder) -> None:

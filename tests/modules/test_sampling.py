@@ -1,11 +1,13 @@
 """Sampling: each row its own options, the right distribution, and draws that nothing but (seed, step) moves."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from modules.sampling import (
     NonFiniteLogitsError,
@@ -56,6 +58,22 @@ def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
     for top_p, kept in [(0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (0.99, 4), (1.0, 4)]:
         values, _ = kept_tokens(weights, [SamplingParams(temperature=1.0, top_p=top_p)])
         assert int((values > 0).sum()) == kept, top_p
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.9999}, {"top_k": 3, "top_p": 0.5}])
+@pytest.mark.parametrize("min_p", [0.0, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_min_p_keeps_what_hugging_face_keeps(limits: dict[str, Any], min_p: float, temperature: float) -> None:
+    scores = TemperatureLogitsWarper(temperature)(None, LOGITS[None])
+    warpers = [TopKLogitsWarper(limits["top_k"])] if "top_k" in limits else []
+    warpers += [TopPLogitsWarper(limits["top_p"])] if "top_p" in limits else []
+    for warp in [*warpers, MinPLogitsWarper(min_p)]:
+        scores = warp(None, scores)
+    expected = scores[0].softmax(-1)
+    params = SamplingParams(temperature=temperature, min_p=min_p, seed=2, **limits)
+    counts = draws(LOGITS, params, 4_000)
+    assert counts[expected == 0].sum() == 0
+    assert chi_square(counts, expected) < 29.6
 
 
 def test_top_k_minus_one_means_all_and_one_means_greedy() -> None:
@@ -149,16 +167,18 @@ def drawn_on_device(
         torch.tensor([row.temperature for row in params], dtype=torch.float64),
         torch.tensor([row.top_k for row in params]),
         torch.tensor([row.top_p for row in params], dtype=torch.float64),
+        torch.tensor([row.min_p for row in params], dtype=torch.float64),
         stream_uniforms(streams, torch.tensor(steps)),
         limited=limited,
     ).tolist()
 
 
 OPTIONS = [
-    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     for seed, temperature in enumerate([0.0, 1e-300, 1e-6, 0.7, 1.0, 30.0])
     for top_k in (-1, 1, 2, 7, 10_000)
     for top_p in (1e-9, 0.3, 0.5, 0.95, 1 - 1e-9, 1.0)
+    for min_p in (0.0, 0.1)
 ]
 
 
@@ -215,8 +235,10 @@ def test_minus_infinity_is_never_chosen_and_alone_an_error() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -0.1}, {"temperature": math.nan}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.01}],
+    [{"temperature": -0.1}, {"temperature": math.nan}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.01}]
+    + [{"min_p": -0.1}, {"min_p": 1.5}, {"repetition_penalty": 0.0}, {"no_repeat_ngram_size": -1}]
+    + [{"bad_words_ids": ((),)}],
 )
-def test_impossible_options_are_refused(wrong: dict[str, float]) -> None:
+def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        SamplingParams(**wrong)  # type: ignore[arg-type]
+        SamplingParams(**wrong)

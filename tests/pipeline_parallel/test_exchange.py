@@ -25,6 +25,7 @@ from tests.pipeline_parallel.thread_ranks import on_threads
 
 TINY = LLAMA | {"hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 4, "max_position_embeddings": 24}
 EOS = tuple(range(10, 40))  # likely, so that many rows end early
+PENALTIES: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}]
 MESHES = [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1)]
 
 
@@ -60,7 +61,7 @@ def whole_model(sparse: bool) -> Decoder:
     return rank_model(ParallelMesh.single("cpu"), sparse)
 
 
-def decode(token_ids: list[int]) -> str:
+def decode(token_ids: list[int], *, special: bool = False) -> str:
     return "".join(chr(97 + token % 7) for token in token_ids)
 
 
@@ -75,7 +76,9 @@ def request_lists(draw: st.DrawFn) -> list[GenerationRequest]:
             GenerationRequest(
                 prompt_token_ids=ids,
                 max_new_tokens=draw(st.integers(0, 7)),
-                sampling=SamplingParams(temperature=float(draw(st.booleans())), seed=place),
+                sampling=SamplingParams(
+                    temperature=float(draw(st.booleans())), seed=place, **draw(st.sampled_from(PENALTIES))
+                ),
                 stop=draw(st.sampled_from([(), ("ab", "c"), ("d",)])),
                 echo=draw(st.booleans()),
             )

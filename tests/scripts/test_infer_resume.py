@@ -84,7 +84,7 @@ def test_another_chat_template_tokenizer_or_end_of_text_is_noticed(folder: Path,
         infer(model, tmp_path, line, max_new_tokens=2, chat=True, resume=True)
     infer(model, tmp_path, line, max_new_tokens=2)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 60]}')
-    with pytest.raises(ValueError, match=r"eos_token_ids is \[2\] of its answers, \[2, 60\] now"):
+    with pytest.raises(ValueError, match=r"eos_token_ids is \[2, 1\] of its answers, \[2, 60, 1\] now"):
         infer(model, tmp_path, line, max_new_tokens=2, resume=True)
     (model / "generation_config.json").unlink()
     tokenizer = (model / "tokenizer.json").read_text()
