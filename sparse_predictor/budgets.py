@@ -11,24 +11,30 @@ directory of predictors, which `predictors_id` names. Of `matrices`, `mlp` and `
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from data.files import write_json
+import msgspec
+from msgspec import Meta
+
+from data.files import read_json, write_json
 from modules.sparsity import BLOCKS, Block
+from sparse_predictor.store import Density
 
 Place = tuple[int, Block]
 # Densities between two measured ones are read off the line between them, in steps of so much of a block.
 STEP = 0.01
 SAME_MEAN = 0.005  # budgets are written by hand, too
-EXPECTED = '{"mlp": [one density a layer], "attention": [...]}, either or both'
+EXPECTED = '{"mlp": [one density per layer], "attention": [...]}, either or both'
 Thresholds = list[float] | dict[str, list[float]]
-THRESHOLD_KEYS = {"method", "predictors", "thresholds"}
+THRESHOLD_KEYS = ("method", "predictors", "thresholds")
+MAX_LAYERS = 2**12
+Densities = Annotated[list[Density], Meta(min_length=1, max_length=MAX_LAYERS)]
+FileThresholds = Annotated[list[float | None], Meta(max_length=MAX_LAYERS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,44 +101,45 @@ def _id_of(files: tuple[tuple[Path, int, int], ...]) -> str:
     return digest.hexdigest()[:12]
 
 
+class _BudgetFile(msgspec.Struct, forbid_unknown_fields=True):
+    """`thresholds`: a number or null per layer, or such a list per matrix."""
+
+    mlp: Densities | None = None
+    attention: Densities | None = None
+    matrices: dict[str, Densities] | None = None
+    method: str | None = None
+    predictors: str | None = None
+    thresholds: FileThresholds | dict[str, FileThresholds] | None = None
+    measured: dict[str, Any] = {}
+
+
 def read_budget(path: Path) -> DensityBudget:
-    """A budget file; ValueError if it is not one."""
+    """A budget file; FileNotFoundError, or ValueError if it is not one."""
     try:
-        values = json.loads(path.read_text())
+        found = read_json(path, _BudgetFile)
     except ValueError as problem:
-        raise ValueError(f"{path}: not JSON ({problem})") from problem
-    if not isinstance(values, dict) or set(values) - {*BLOCKS, *THRESHOLD_KEYS, "matrices", "measured"}:
+        raise ValueError(f"{problem}; expected {EXPECTED} (scripts.budget writes one)") from problem
+    densities: dict[Block, list[float]] = {
+        block: values for block in BLOCKS if (values := getattr(found, block)) is not None
+    }
+    if not densities:
         raise ValueError(f"{path}: expected {EXPECTED}")
-    densities: dict[Block, list[float]] = {block: values[block] for block in BLOCKS if block in values}
-    if not densities or not all(_are_numbers(found) for found in densities.values()):
-        raise ValueError(f"{path}: expected {EXPECTED}")
-    measured = values.get("measured", {})
-    if not isinstance(measured, dict):
-        raise ValueError(f"{path}: `measured` must be an object")
-    count, matrices = len(densities.get("mlp", ())), values.get("matrices")
-    if matrices is not None and not (isinstance(matrices, dict) and all(map(_are_numbers, matrices.values()))):
-        raise ValueError(f"{path}: `matrices` must be lists of densities by name")
-    if any(len(found) != count for found in (matrices or {}).values()):
+    count = len(densities.get("mlp", ()))
+    if any(len(values) != count for values in (found.matrices or {}).values()):
         raise ValueError(f"{path}: `matrices` must have as many densities each as `mlp`, {count}")
-    if not THRESHOLD_KEYS & set(values):
-        return DensityBudget(densities=densities, matrices=matrices, measured=measured)
-    thresholds = values.get("thresholds")
-    if isinstance(thresholds, list | dict):
-        thresholds = _each_list(thresholds, lambda one: [-math.inf if value is None else value for value in one])
-    lists: list[Any] = list(thresholds.values()) if isinstance(thresholds, dict) else [thresholds]
-    names = [values.get(name) for name in ("method", "predictors")]
-    if not lists or not all(isinstance(name, str) for name in names) or not all(map(_are_numbers, lists)):
-        raise ValueError(f"{path}: expected method, predictors and thresholds (a number or null per layer) together")
-    for found in lists:
-        if len(found) != count:
-            raise ValueError(f"{path}: {len(found)} thresholds for {count} mlp densities")
+    given = [name for name in THRESHOLD_KEYS if getattr(found, name) is not None]
+    if given and len(given) < len(THRESHOLD_KEYS):
+        raise ValueError(f"{path}: expected {', '.join(THRESHOLD_KEYS)} together, found only {', '.join(given)}")
+    for values in found.thresholds.values() if isinstance(found.thresholds, dict) else [found.thresholds or ()]:
+        if given and len(values) != count:
+            raise ValueError(f"{path}: {len(values)} thresholds for {count} mlp densities")
     return DensityBudget(
         densities=densities,
-        matrices=matrices,
-        method=names[0],
-        predictors=names[1],
-        thresholds=thresholds,
-        measured=measured,
+        matrices=found.matrices,
+        method=found.method,
+        predictors=found.predictors,
+        thresholds=_each_list(found.thresholds, lambda one: [-math.inf if value is None else value for value in one]),
+        measured=found.measured,
     )
 
 
@@ -141,10 +148,6 @@ def _each_list(given: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(given, dict):
         return {name: _each_list(one, change) for name, one in given.items()}
     return change(given) if isinstance(given, list) else given
-
-
-def _are_numbers(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) for value in values)
 
 
 @dataclass(frozen=True)

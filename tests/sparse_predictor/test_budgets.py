@@ -12,6 +12,7 @@ import torch
 from modules.sparsity import Block
 from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, allocate, as_lists, predictors_id, read_budget
 from sparse_predictor.selection import attach_selection, remove_sparsity
+from tests.data.spoiled_json import spoiled
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, selection
@@ -46,14 +47,14 @@ def test_a_budget_reads_as_it_was_written(tmp_path: Path) -> None:
     [
         ({"mlp": None}, "expected"),
         ({"speed": 1}, "expected"),
-        ({"measured": [1]}, "`measured` must be an object"),
-        ({"method": "cats"}, "method, predictors and thresholds .* together"),
-        ({"method": "cats", "predictors": "ab", "thresholds": [0.5, "a", 0.5]}, "together"),
-        ({"method": 1, "predictors": "ab", "thresholds": [0.5, 0.5, 0.5]}, "together"),
+        ({"measured": [1]}, "`measured`: expected `object`, got `array`"),
+        ({"method": "cats"}, "method, predictors, thresholds together, found only method"),
+        ({"method": "cats", "predictors": "ab", "thresholds": [0.5, "a", 0.5]}, r"`thresholds\[1\]`: expected `float"),
+        ({"method": 1, "predictors": "ab", "thresholds": [0.5, 0.5, 0.5]}, "`method`: expected `str"),
         ({"method": "cats", "predictors": "ab", "thresholds": [0.5, 0.5]}, "2 thresholds for 3 mlp densities"),
         ({"method": "teal", "predictors": "ab", "thresholds": {"up_proj": [0.5]}}, "1 thresholds for 3 mlp densities"),
-        ({"method": "teal", "predictors": "ab", "thresholds": {"up_proj": 0.5}}, "together"),
-        ({"matrices": [0.5, 0.5, 0.5]}, "`matrices` must be lists of densities by name"),
+        ({"method": "teal", "predictors": "ab", "thresholds": {"up_proj": 0.5}}, r"`thresholds.*: expected `array`"),
+        ({"matrices": [0.5, 0.5, 0.5]}, "`matrices`: expected `object"),
         ({"matrices": {"up_proj": [0.5, 0.5]}}, "`matrices` must have as many densities each as `mlp`, 3"),
     ],
 )
@@ -62,6 +63,19 @@ def test_what_is_no_budget_is_refused(tmp_path: Path, changes: dict[str, object]
     path.write_text(json.dumps({"mlp": [0.5, 0.5, 0.5], **changes}))
     with pytest.raises(ValueError, match=message):
         read_budget(path)
+
+
+def test_any_wrong_value_in_a_budget_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "budget.json"
+    valid: dict[str, object] = {"mlp": [0.5, 0.5], "attention": [1.0, 0.5], "method": "cats", "predictors": "ab"}
+    for more in ({"thresholds": [0.1, None]}, {"thresholds": {"up_proj": [0.1, 0.2]}, "matrices": {"up_proj": [1, 1]}}):
+        for what, text in spoiled({**valid, **more, "measured": {"text": {"tokens": 3}}}):
+            path.write_bytes(text)
+            try:
+                found = read_budget(path)
+                assert all(0.0 < one <= 1.0 for values in found.densities.values() for one in values), what
+            except ValueError as error:
+                assert str(path) in str(error) and len(str(error)) < 1000, what
 
 
 def test_bytes_go_where_they_buy_most_and_all_of_them() -> None:
