@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from analysis.results import Record
@@ -66,6 +66,13 @@ class Comparison:
     sparse_calls: int | None
     tokens_per_s: float | None
     dense_tokens_per_s: float | None
+    ratio_interval: list[float] | None = None  # 95 %, over windows of the text
+    first_windows: dict[str, float] | None = None  # their number, and perplexities of this row and of dense
+    num_windows: int | None = None
+    quality_windows: int | None = None  # on which recall and precision were measured
+    speed_range: list[float] | None = None
+    generating_mlp_density: float | None = None  # in the decoding whose speed this is
+    tasks_mlp_density: float | None = None  # mean over the accuracy tasks of this setting
     layers: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)  # block -> quantity -> one a layer
     labels: dict[str, Any] = field(default_factory=dict)
 
@@ -130,7 +137,7 @@ def calls_text(merged: Sequence[Record]) -> str:
     if not any(record.get("range") for record in merged):
         return ""
     span = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-    return f"medians of {span} call{'' if counts == [1] else 's'} [lowest, highest repetition]"
+    return f"medians of {span} call{'' if counts == [1] else 's'} [lowest, highest]"
 
 
 def device_of(record: Record) -> str:
@@ -148,8 +155,9 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     records = latest_records(records)
     quality = [record for record in records if record["name"] in QUALITY_NAMES]
     speeds = [record for record in records if record["name"] == "decode" and record["metric"] == "tokens_per_s"]
+    tasks = [record for record in quality if record["name"] == "accuracy"]
     rows = [
-        _comparison(record, variant, series, _matching_speed(record, speeds))
+        _comparison(record, variant, series, _matching_speed(record, speeds), _tasks_density(record, tasks))
         for record, variant, series in _with_variants(quality)
     ]
     return sorted(rows, key=_reading_order)
@@ -235,7 +243,9 @@ def _differing(group: Sequence[Record]) -> list[str]:
     return [name for name in names if len({json.dumps(record["labels"].get(name)) for record in group}) > 1]
 
 
-def _comparison(record: Record, variant: str, series: str, speed: Record | None) -> Comparison:
+def _comparison(
+    record: Record, variant: str, series: str, speed: Record | None, tasks_mlp_density: float | None
+) -> Comparison:
     labels = record["labels"]
     achieved = record.get("achieved") or {}
     quality = record.get("quality") or {}
@@ -268,6 +278,13 @@ def _comparison(record: Record, variant: str, series: str, speed: Record | None)
         sparse_calls=achieved.get("sparse_calls"),
         tokens_per_s=None if speed is None else speed["value"],
         dense_tokens_per_s=dense_speed,
+        ratio_interval=None if method == "dense" else record.get("ratio_interval"),
+        first_windows=record.get("first_windows"),
+        num_windows=len(record["windows"]["nll"]) if record.get("windows") else None,
+        quality_windows=quality.get("windows"),
+        speed_range=None if speed is None else speed.get("range"),
+        generating_mlp_density=None if speed is None else (speed.get("achieved") or {}).get("mlp_density"),
+        tasks_mlp_density=tasks_mlp_density,
         layers=_layers(achieved, quality),
         labels=dict(labels),
     )
@@ -316,6 +333,18 @@ def _matching_speed(record: Record, speeds: Sequence[Record]) -> Record | None:
         return (shared, int(speed["labels"].get("batch_size") == 1))
 
     return max(candidates, key=likeness)
+
+
+def _tasks_density(record: Record, tasks: Sequence[Record]) -> float | None:
+    """Of a perplexity: what the same setting computed on the accuracy tasks, where it was run on any."""
+    if record["name"] != "perplexity" or record["labels"].get("method") == "dense":
+        return None
+    densities = {
+        str(task["labels"].get("task")): task["achieved"]["mlp_density"]
+        for task in tasks
+        if task.get("achieved") and same_setting(record["labels"], task["labels"]) and same_selection(record, task)
+    }
+    return mean(densities.values()) if densities else None
 
 
 def same_selection(quality: Record, speed: Record) -> bool:

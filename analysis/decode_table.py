@@ -51,7 +51,7 @@ def decode_tables(records: Sequence[Record]) -> list[Table]:
 def _table_of_card(card: str, records: Sequence[Record]) -> Table:
     """Models in the order of the records; dense first, then by batch size and falling density."""
     models = list(dict.fromkeys(_model(record) for record in records))
-    rows = sorted(_rows(records), key=lambda row: _reading_order(row.merged, models))
+    rows = sorted(rows_of(records), key=lambda row: _reading_order(row.merged, models))
     labels = [row.labels for row in rows]
     names = list(dict.fromkeys(name for each in labels for name in each if name not in SHOWN))
     constant = [name for name in names if len({json.dumps(each.get(name)) for each in labels}) == 1]
@@ -96,7 +96,7 @@ def _table_of_card(card: str, records: Sequence[Record]) -> Table:
     )
 
 
-def _rows(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[Record]) -> list[Row]:
     """A timing is recorded once for each thing it is compared with, and counts once in what its setting reached."""
     settings: dict[str, list[Record]] = {}
     for record in records:

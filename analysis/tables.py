@@ -9,13 +9,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from analysis import accuracy_table, communication_table, decode_table, drift_tables, engine_table, equal_bytes
+from analysis import (
+    accuracy_table,
+    communication_table,
+    decode_table,
+    drift_tables,
+    engine_table,
+    equal_bytes,
+    kernel_table,
+)
 from analysis.ceilings import with_one_ceiling
 from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
 from analysis.drift_facts import STUDY_NAMES
 from analysis.drift_verdict import verdict
 from analysis.findings import RIVALS
-from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_ratio, format_share
+from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_range, format_ratio, format_share
 from analysis.results import Record
 
 # Where all heads are active throughout, their densities are not worth two columns.
@@ -43,10 +51,36 @@ def main_tables(records: Sequence[Record]) -> list[Table]:
                 title=f"{model}, {task}",
                 columns=tuple(heading for heading, _ in shown),
                 rows=tuple(tuple(cell(row) for _, cell in shown) for row in rows),
-                caption=shared_settings([row.labels for row in rows], CAPTION_LABELS),
+                caption=_main_caption(rows),
             )
         )
     return tables
+
+
+def _main_caption(rows: Sequence[Comparison]) -> str:
+    """What was measured on what, of these rows."""
+    parts = [shared_settings([row.labels for row in rows], CAPTION_LABELS)]
+    if counts := sorted({row.num_windows for row in rows if row.num_windows}):
+        parts.append(f"{_span(counts)} windows scored")
+    if any(row.ratio_interval for row in rows):
+        parts.append("in brackets 95 % intervals over windows")
+    if first := sorted({int(row.first_windows["num"]) for row in rows if row.first_windows}):
+        parts.append(f"first windows: {_span(first)} of them, in the same run, for older figures")
+    if counts := sorted({row.quality_windows for row in rows if row.quality_windows}):
+        parts.append(f"recall and precision on {_span(counts)} windows")
+    if any(row.generating_mlp_density or row.tasks_mlp_density for row in rows):
+        parts.append("achieved on this text; generating: while decoding was timed; on tasks: mean over them")
+    labels = [row.labels for row in rows]
+    if files := sorted({each["converted_from"] for each in labels if each.get("converted_from")}):
+        parts.append(f"weights have the values of {', '.join(files)}")
+    if counts := sorted({each["calibration_tokens"] for each in labels if each.get("calibration_tokens")}):
+        parts.append(f"thresholds set, and refined predictors chosen, on {_span(counts)} other tokens")
+    return "; ".join(filter(None, parts))
+
+
+def _span(counts: Sequence[int]) -> str:
+    """Of sorted counts the lowest and the highest."""
+    return " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
 
 
 def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
@@ -55,17 +89,22 @@ def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
         ("head density", lambda row: format_number(row.head_density)),
         ("method", lambda row: row.variant),
         (metric, lambda row: format_number(row.value)),
-        ("ratio to dense", lambda row: format_ratio(row.ratio)),
+        ("ratio to dense", lambda row: format_range(row.ratio, row.ratio_interval, format_ratio)),
+        ("of the first windows", lambda row: format_number((row.first_windows or {}).get("perplexity"))),
         ("recall", lambda row: format_share(row.recall)),
         ("precision", lambda row: format_share(row.precision)),
         ("achieved MLP density", lambda row: format_share(row.achieved_mlp_density)),
+        ("generating", lambda row: format_share(row.generating_mlp_density)),
+        ("on tasks", lambda row: format_share(row.tasks_mlp_density)),
         ("achieved head density", lambda row: format_share(row.achieved_head_density)),
         ("MLP bytes read", lambda row: format_share(row.bytes_read_share)),
         ("layer bytes read", lambda row: format_share(row.layer_bytes_read_share)),
         ("tokens/s dense", lambda row: format_number(row.dense_tokens_per_s)),
         (
             "tokens/s sparse",
-            lambda row: EMPTY_CELL if row.method == "dense" else format_number(row.tokens_per_s),
+            lambda row: (
+                EMPTY_CELL if row.method == "dense" else format_range(row.tokens_per_s, row.speed_range, format_number)
+            ),
         ),
         ("phase", lambda row: row.phase or EMPTY_CELL),
     ]
@@ -168,6 +207,8 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
             tables[snippet] = decode_table.decode_tables(chosen)
         elif snippet in engine_table.NAMES and all(map(engine_table.is_of_engine, chosen)):
             tables[snippet] = engine_table.engine_tables(chosen, snippet)
+        elif snippet == kernel_table.NAME:
+            tables[snippet] = kernel_table.kernel_tables(chosen)
         elif snippet == communication_table.NAME:
             tables[snippet] = communication_table.communication_tables(chosen)
         elif snippet in STUDY_NAMES:

@@ -16,7 +16,7 @@ tables() {
     while [ $# -gt 0 ] && [ "$1" != -- ]; do files+=("$results/$1.jsonl") && shift; done
     run_python summarize --results "${files[@]}" --output-dir "$folder" --readme README.md --quiet "${@:2}" >/dev/null
 }
-tables all smollm2_wikitext2 smollm2_tasks_h200 decode_h200 engine_h200 communication_h200 drift_smollm2_cpu ablation_h200
+tables all smollm2_wikitext2 smollm2_tasks_h200 decode_h200 kernels_h200 engine_h200 communication_h200 drift_smollm2_cpu ablation_h200
 # Curves want more densities than a table.
 tables bytes smollm2_wikitext2 smollm2_wikitext2_equal_bytes -- --tables equal_bytes
 

@@ -39,7 +39,7 @@ def test_the_file_holds_where_these_records_are_lower(monkeypatch: pytest.Monkey
     (found,) = with_one_ceiling([record(2000.0, 4000.0)])
     assert found["share_of_ceiling"] == 0.25 and found["ceiling_gb_per_s"] == 8000.0
     (table,) = all_tables([record(2000.0, 4000.0)])["kernel"]
-    assert table.rows[0][table.columns.index("share of ceiling")] == "25.0 %"
+    assert table.rows[0][table.columns.index("of the ceiling")] == "25.0 %"
 
 
 def test_shares_of_links_and_records_without_one_are_left_alone() -> None:

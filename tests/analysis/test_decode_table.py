@@ -106,7 +106,7 @@ def test_calls_on_one_card_are_merged_into_medians_and_ranges() -> None:
         (row,) = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
         assert row["tokens/s"] == "400.0 [380.0, 412.0]"
         assert row["× our dense"] == "3.900× [2.000×, 4.000×]" and row["× Hugging Face compiled"] == "4.000×"
-        assert "medians of 3 calls [lowest, highest repetition]" in table.caption
+        assert "medians of 3 calls [lowest, highest]" in table.caption
         assert all(table.numeric_columns()[table.columns.index(name)] for name in ("tokens/s", "× our dense"))
 
 

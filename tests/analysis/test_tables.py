@@ -135,6 +135,37 @@ def test_a_speed_of_other_predictors_is_not_the_speed_of_a_row() -> None:
         assert compare([quality, speed])[0].tokens_per_s is None, "another phase"
 
 
+def test_the_main_table_says_what_each_number_was_measured_on() -> None:
+    ours = {"checkpoint": "c", "predictors": "0123456789ab", "density_budget": "b"}
+    quality = {
+        **scored(12.0, ours, calibration_tokens=16384, converted_from="small.Q4_1.gguf"),
+        "ratio_interval": [1.15, 1.26],
+        "windows": {"nll": [1.0] * 70, "tokens": [9] * 70},
+        "first_windows": {"num": 60, "perplexity": 11.5, "dense": 9.5},
+        "achieved": {"mlp_density": 0.5},
+        "quality": {"recall": 0.6, "precision": 0.6, "windows": 4},
+    }
+    speed = {**quality, "name": "decode", "metric": "tokens_per_s", "value": 42.0, "unit": "tokens/s"}
+    speed |= {"achieved": {"mlp_density": 0.4}, "timing": {"samples": [41.0, 43.0]}}
+    task = {**quality, "name": "accuracy", "metric": "acc", "achieved": {"mlp_density": 0.54}}
+    task["labels"] = {**quality["labels"], "task": "boolq"}
+    other = {**task, "sources": {**ours, "predictors": "x"}, "achieved": {"mlp_density": 0.1}}
+    (table,) = main_tables([quality, speed, task, other])
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["ratio to dense"] == "1.200× [1.150×, 1.260×]" and row["of the first windows"] == "11.50"
+    assert (row["achieved MLP density"], row["generating"], row["on tasks"]) == ("50.0 %", "40.0 %", "54.0 %")
+    assert row["tokens/s sparse"] == "42.0 [41.0, 43.0]"
+    for words in (
+        "70 windows scored",
+        "95 % intervals over windows",
+        "first windows: 60 of them",
+        "recall and precision on 4 windows",
+        "weights have the values of small.Q4_1.gguf",
+        "thresholds set, and refined predictors chosen, on 16384 other tokens",
+    ):
+        assert words in table.caption
+
+
 def test_speeds_of_several_calls_are_medians_with_ranges() -> None:
     def call(value: float, *samples: float) -> dict[str, Any]:
         environment = {"device": "Example GPU", "date": "2026-01-02"}
