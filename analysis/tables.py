@@ -68,8 +68,16 @@ def _main_caption(rows: Sequence[Comparison]) -> str:
         parts.append(f"first windows: {_span(first)} of them, in the same run, for older figures")
     if counts := sorted({row.quality_windows for row in rows if row.quality_windows}):
         parts.append(f"recall and precision on {_span(counts)} windows")
-    if any(row.generating_mlp_density or row.tasks_mlp_density for row in rows):
-        parts.append("achieved on this text; generating: while decoding was timed; on tasks: mean over them")
+    elsewhere = [
+        text
+        for known, text in (
+            (any(row.generating_mlp_density for row in rows), "generating: in the decoding that was timed"),
+            (any(row.tasks_mlp_density for row in rows), "on tasks: mean over the accuracy tasks"),
+        )
+        if known
+    ]
+    if elsewhere:
+        parts.append(", ".join(["MLP density achieved: on this text", *elsewhere]))
     labels = [row.labels for row in rows]
     if files := sorted({each["converted_from"] for each in labels if each.get("converted_from")}):
         parts.append(f"weights have the values of {', '.join(files)}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from analysis.comparison import compare
-from analysis.equal_bytes import Stretch, curves_of, equal_bytes_tables, statement, stretches
+from analysis.equal_bytes import curves_of, equal_bytes_tables
 from analysis.method_styles import series_label
 from analysis.plots import HIGHEST_RATIO, plot_against_bytes, plot_against_layer_bytes, ratio_points
 from analysis.results import Record, make_record
@@ -44,48 +44,36 @@ def records(*methods: str) -> list[Record]:
     return [record("dense", None, 0.0), *sparse]
 
 
-def test_the_range_is_cut_exactly_where_methods_cross() -> None:
-    found = stretches(curves_of(compare(records())))
-    # 0.95 - b = 0.4 at 0.55; 0.95 - b = 2.15 - 3 b at 0.6.
-    expected = [
-        Stretch(0.3, 0.35, None), Stretch(0.35, 0.5, ()), Stretch(0.5, 0.55, ("cats",)), Stretch(0.55, 0.6, ()),
-        Stretch(0.6, 0.7, ("teal",)),
+def test_the_lowest_is_named_in_each_row_and_in_one_plain_sentence() -> None:
+    (table,) = equal_bytes_tables(records())
+    assert [(row[0], row[-1]) for row in table.rows] == [
+        ("35 %", "predictor"), ("40 %", "predictor"), ("45 %", "predictor"), ("50 %", "cats"), ("55 %", "predictor"),
+        ("60 %", "predictor"), ("65 %", "teal"), ("70 %", "teal"),
     ]  # fmt: skip
-    assert [stretch.ahead for stretch in found] == [stretch.ahead for stretch in expected]
-    for stretch, wanted in zip(found, expected, strict=True):
-        # Within the tolerance for what rounding of the number kept does to bytes.
-        assert (stretch.low, stretch.high) == pytest.approx((wanted.low, wanted.high), abs=6e-4)
-
-
-def test_the_statement_names_who_is_ahead_and_what_is_not_known() -> None:
-    assert statement(curves_of(compare(records()))) == (
-        "Between 30 % and 70 % of the dense MLP bytes the predictor's perplexity is at or below that of every other "
-        "method measured there from 35 % to 50 % and from 55 % to 60 %; cats is ahead of it from 50 % to 55 %; "
-        "teal is ahead of it from 60 % to 70 %; the predictor was not measured from 30 % to 35 %. "
-        "Not measured: cats below 50 %. "
-        "Interpolated on a logarithmic scale; oracle and random, bounds, are left out."
+    assert table.caption == (
+        "Lowest perplexity: predictor from 35 % to 45 %, cats at 50 %, predictor from 55 % to 60 %, teal from 65 % to "
+        "70 %. Between measured points the logarithm of the ratio is interpolated; oracle and random are bounds, and "
+        "left out."
     )
 
 
-def test_the_statement_changes_with_the_records() -> None:
+def test_the_sentence_changes_with_the_records() -> None:
     behind = [record("predictor", share, 3.0) for share in (0.3, 0.7)]
-    text = statement(curves_of(compare([*records("teal"), *behind])))
-    assert "measured there nowhere; teal is ahead of it from 30 % to 70 %." in text
+    (table,) = equal_bytes_tables([*records("teal"), *behind])
+    assert table.caption.startswith("Lowest perplexity: teal from 30 % to 70 %. ")
     ahead = [record("predictor", share, 0.01) for share in (0.3, 0.7)]
-    text = statement(curves_of(compare([*records("teal"), *ahead])))
-    assert "measured there from 30 % to 70 %. Interpolated" in text
+    (table,) = equal_bytes_tables([*records("teal"), *ahead])
+    assert table.caption.startswith("Lowest perplexity: predictor from 30 % to 70 %. ")
 
 
-def test_rivals_of_one_point_are_compared_there_and_nowhere_else() -> None:
+def test_of_few_points_there_is_no_table_of_dashes() -> None:
+    """As after the quickstart: each method at two densities."""
+    few = [record("predictor", share, 0.5) for share in (0.38, 0.58)]
+    few += [record(method, share, 0.4) for method in ("teal", "cats") for share in (0.5, 0.68)]
+    assert equal_bytes_tables([record("dense", None, 0.0), *few]) == []
+    assert plot_against_bytes(compare([record("dense", None, 0.0), *few])) is not None
     alone = [record("teal", 0.5, 0.1), record("static", 0.5, 5.0)]
-    text = statement(curves_of(compare([*records("predictor"), *alone])))
-    assert (
-        "measured there nowhere; teal, measured there only, is ahead of it at 50 %; static, measured there only, is "
-        in text
-    )
-    assert (
-        "behind it at 50 %; no other method was measured from 35 % to 70 %; the predictor was not measured from" in text
-    )
+    assert equal_bytes_tables([*records("predictor"), *alone]) == []
 
 
 def test_only_runs_over_the_same_text_are_compared() -> None:
@@ -95,18 +83,18 @@ def test_only_runs_over_the_same_text_are_compared() -> None:
 
     assert equal_bytes_tables([*of(100, "predictor"), *of(200, "teal")]) == []
     tables = equal_bytes_tables([*of(100, "predictor", "cats"), *of(200, "predictor", "teal")])
-    assert [table.columns[1:] for table in tables] == [("predictor", "cats"), ("predictor", "teal")]
+    assert [table.columns[1:-1] for table in tables] == [("predictor", "cats"), ("predictor", "teal")]
     assert "num tokens 100" in tables[0].title and "num tokens 200" in tables[1].title
 
 
 def test_the_table_interpolates_logarithms_between_points_only() -> None:
     (table,) = equal_bytes_tables(records())
-    assert table.columns == ("MLP bytes read", "predictor", "cats", "teal")
-    rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == ["30 %", "35 %", "40 %", "45 %", "50 %", "55 %", "60 %", "65 %", "70 %"]
+    assert table.columns == ("MLP bytes read", "predictor", "cats", "teal", "lowest")
+    rows = {row[0]: row[1:-1] for row in table.rows}
+    assert list(rows) == ["35 %", "40 %", "45 %", "50 %", "55 %", "60 %", "65 %", "70 %"]
     # exp(0.95 - 0.4) = 1.733, exp(2.15 - 1.2) = 2.586.
     assert rows["40 %"] == ("1.733×", "–", "2.586×")
-    assert rows["30 %"] == ("–", "–", "3.490×")
+    assert rows["70 %"][1:] == ("1.492×", "1.051×")
 
 
 def test_a_recipe_that_another_beats_everywhere_does_not_stand_for_the_method() -> None:
@@ -114,7 +102,6 @@ def test_a_recipe_that_another_beats_everywhere_does_not_stand_for_the_method() 
     other = [record("predictor", share, value, label="other") for share, value in ((0.35, 0.2), (0.75, 0.9))]
     curves = curves_of(compare([*records("predictor", "teal"), *worse, *other]))
     assert [curve.method for curve in curves] == ["predictor", "predictor", "teal"]
-    assert stretches(curves)[0].ahead is None
     rival = [record("teal", share, 3.0, label="old") for share in (0.2, 0.7)]
     assert len(curves_of(compare([*records("predictor", "teal"), *rival]))) == 3
 
@@ -143,11 +130,10 @@ def test_methods_that_thin_out_attention_are_compared_at_the_bytes_of_layers() -
             found = record(method, share, value, head_density=head_density)
             rows.append({**found, "achieved": {**found["achieved"], "layer_bytes_share": share + 0.05}})
     mlp, layer = equal_bytes_tables([record("dense", None, 0.0), *rows])
-    assert mlp.columns == ("MLP bytes read", "predictor", "teal")
-    assert layer.columns == ("layer bytes read", "predictor", "teal", "wina-unrotated")
-    assert "of the dense layer bytes the predictor's perplexity" in layer.caption
+    assert mlp.columns == ("MLP bytes read", "predictor", "teal", "lowest")
+    assert layer.columns == ("layer bytes read", "predictor", "teal", "wina-unrotated", "lowest")
     # 0.4 falls to 0.2 between 45 and 65 % of the bytes, and wina stays at 0.3.
-    assert "there from 55 % to 65 %; wina-unrotated is ahead of it from 45 % to 55 %" in layer.caption
+    assert "wina-unrotated from 45 % to 50 %, predictor from 55 % to 65 %" in layer.caption
     (line,) = (line for line in compare(rows) if (line.method, line.mlp_density) == ("wina-unrotated", 0.4))
     assert series_label(line) == "wina-unrotated"
     figure = plot_against_layer_bytes(compare(rows))
@@ -170,8 +156,8 @@ def test_the_plot_holds_the_measured_points_and_dense_as_a_line() -> None:
     assert any(list(line.get_ydata()) == [1.0, 1.0] for line in axes.lines)
 
 
-def test_the_readme_gets_the_statement(tmp_path: Path) -> None:
+def test_the_readme_gets_the_sentence(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table:equal_bytes -->\n<!-- /table:equal_bytes -->\n")
     assert update_readme(readme, records()) == ["equal_bytes"]
-    assert "teal is ahead of it from 60 % to 70 %" in readme.read_text()
+    assert "teal from 65 % to 70 %" in readme.read_text()
