@@ -86,7 +86,8 @@ def _table(subject: str, axis: Axis, curves: Sequence[Curve]) -> list[Table]:
     if len(rows) < LEAST_ROWS:
         return []
     methods = [name for name in methods if any(name in values for _, values in rows)]
-    best = [(share, min(values, key=lambda name, known=values: round(known[name], 9))) for share, values in rows]
+    # Of equals the first; the predictor comes before its rivals.
+    best = [(share, min(methods, key=lambda name: round(values.get(name, math.inf), 9))) for share, values in rows]
     return [
         Table(
             title=f"{subject}: ratio to dense at equal {axis.name} bytes",

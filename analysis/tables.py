@@ -300,8 +300,8 @@ def update_readmes(
     """Rewrites the tables (`short_tables` among them), and the drift study's verdict (`drift_verdict`), between the
     markers of Markdown files; returns the names by file. `only`: no others than these (ValueError if one cannot be made
     of the records). ValueError too where no file has any of the markers."""
-    paths = [Path(path) for path in paths]
-    for path in paths:
+    files = [Path(path) for path in paths]
+    for path in files:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such Markdown file to write tables into")
     snippets, chosen, made = {}, records_by_snippet(records), all_tables(records)
@@ -315,11 +315,11 @@ def update_readmes(
     if unknown := [name for name in only if name not in snippets]:
         raise ValueError(f"tables {', '.join(unknown)}: these records make {', '.join(snippets) or 'none'}")
     snippets = {name: snippet for name, snippet in snippets.items() if not only or name in only}
-    texts = {path: replace_snippets(path.read_text(encoding="utf-8"), snippets) for path in paths}
+    texts = {path: replace_snippets(path.read_text(encoding="utf-8"), snippets) for path in files}
     if not any(replaced for _, replaced in texts.values()):
         markers = ", ".join(f"<!-- table:{name} -->" for name in snippets)
-        have = "has" if len(paths) == 1 else "have"
-        raise ValueError(f"{', '.join(map(str, paths))}: {have} none of the markers {markers}")
+        have = "has" if len(files) == 1 else "have"
+        raise ValueError(f"{', '.join(map(str, files))}: {have} none of the markers {markers}")
     for path, (text, replaced) in texts.items():
         if replaced:
             path.write_text(text, encoding="utf-8")
