@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's tables and plots from the committed records: bash scripts/recipes/readme.sh
+# The tables and plots of README.md and docs/results from the committed records: bash scripts/recipes/readme.sh
 # After new records are in analysis/results; it measures nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -9,12 +9,12 @@ source scripts/presets.sh
 results=analysis/results
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
-# `tables FOLDER RECORDS...`: reports go to the folder, tables to the README.
+# `tables FOLDER RECORDS...`: reports go to the folder, tables to the pages that have their markers.
 tables() {
     local folder="$scratch/$1" files=()
     shift
     while [ $# -gt 0 ] && [ "$1" != -- ]; do files+=("$results/$1.jsonl") && shift; done
-    run_python summarize --results "${files[@]}" --output-dir "$folder" --readme README.md --quiet "${@:2}" >/dev/null
+    run_python summarize --results "${files[@]}" --output-dir "$folder" --readme README.md docs/results/*.md --quiet "${@:2}" >/dev/null
 }
 tables all smollm2_wikitext2 smollm2_tasks_h200 decode_h200 kernels_h200 engine_h200 communication_h200 drift_smollm2_cpu ablation_h200
 # Curves want more densities than a table.
