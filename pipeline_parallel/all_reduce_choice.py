@@ -25,20 +25,26 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import msgspec
 from loguru import logger
+from msgspec import Meta
 
-METHODS = ("one-shot", "two-shot", "nccl")
-TRANSPORTS = ("p2p", "multimem")
+from data.files import convert_json, replace_file
+
+Method = Literal["one-shot", "two-shot", "nccl"]
+Transport = Literal["p2p", "multimem"]
+METHODS: tuple[str, ...] = get_args(Method)
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
 CONFIGS_DIR = Path(__file__).parent / "configs"
+MAX_DIGITS = 12
 OFFSET_NAMES = ("chunk_offset", "split_offset")
-Parsed = TypeVar("Parsed")
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +59,7 @@ class ChoiceTable:
     """(token count, method), rising."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.device, str) or not self.device:
-            raise ValueError(f"device must be a name, not {self.device!r}")
-        for name, smallest in (("ranks", 2), ("hidden_size", 1)):
-            check_integer(name, getattr(self, name), smallest)
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         check_rising([num_tokens for num_tokens, _ in self.fastest])
-        for num_tokens, method in self.fastest:
-            if method not in METHODS:
-                raise ValueError(f"{num_tokens} tokens: {method!r} is not one of {', '.join(METHODS)}")
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -75,7 +72,8 @@ def choose(table: ChoiceTable, num_tokens: int) -> str:
 
     A pure function of its arguments, so that all ranks choose alike.
     """
-    check_integer("num_tokens", num_tokens, 0)
+    if type(num_tokens) is not int or num_tokens < 0:
+        raise ValueError(f"num_tokens must be an integer, at least 0, not {num_tokens!r}")
     return min(table.fastest, key=lambda point: ratio(point[0], max(num_tokens, 1)))[1]
 
 
@@ -86,36 +84,35 @@ def ratio(one: int, other: int) -> float:
 
 def read_choice_tables(path: str | os.PathLike[str]) -> list[ChoiceTable]:
     """All tables of a choice file. FileNotFoundError, or a ValueError that names the file and what is wrong there."""
-    return read_json(path, _choice_tables)
-
-
-def _choice_tables(content: Any) -> list[ChoiceTable]:
-    rows = content.get("choices") if isinstance(content, dict) and set(content) == {"choices"} else None
-    if not isinstance(rows, list):
-        raise ValueError('expected {"choices": [...]} (--tune of scripts.benchmark.communication writes it)')
     tables: dict[tuple[str, int, int, str], ChoiceTable] = {}
-    for place, row in enumerate(rows):
+    for place, row in enumerate(_read(path, _ChoiceFile).choices):
         try:
-            table = _choice_table(row)
+            points = tuple((count_of(key), method) for key, method in row.fastest.items())
+            table = ChoiceTable(**{**msgspec.structs.asdict(row), "fastest": points})
         except ValueError as error:
-            raise ValueError(f"table {place}: {error}") from error
+            raise ValueError(f"{path}: table {place}: {error}") from error
         if table.key in tables:
-            raise ValueError(f"table {place}: there is one already for {describe(*table.key)}")
+            raise ValueError(f"{path}: table {place}: there is one already for {describe(*table.key)}")
         tables[table.key] = table
     return list(tables.values())
 
 
-def _choice_table(row: Any) -> ChoiceTable:
-    check_keys(row, {"device", "ranks", "hidden_size", "transport", "fastest"})
-    fastest = row["fastest"]
-    if not isinstance(fastest, dict):
-        raise ValueError(f"fastest must be an object from token counts to methods, not {fastest!r}")
-    return ChoiceTable(**{**row, "fastest": tuple((count_of(key), method) for key, method in fastest.items())})
+class _ChoiceRow(msgspec.Struct, forbid_unknown_fields=True):
+    device: Annotated[str, Meta(min_length=1)]
+    ranks: Annotated[int, Meta(ge=2, le=2**16)]
+    hidden_size: Annotated[int, Meta(ge=1, le=2**30)]
+    transport: Transport
+    fastest: dict[str, Method]
+
+
+class _ChoiceFile(msgspec.Struct, forbid_unknown_fields=True):
+    choices: list[_ChoiceRow]
 
 
 def write_choice_tables(path: str | os.PathLike[str], tables: Iterable[ChoiceTable]) -> None:
     """Put tables into a choice file: they replace those of the same key, and the others that it holds stay."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     merged = {table.key: table for table in (read_choice_tables(path) if path.exists() else [])}
     merged |= {table.key: table for table in tables}
     rows = [
@@ -130,16 +127,7 @@ def write_choice_tables(path: str | os.PathLike[str], tables: Iterable[ChoiceTab
         )
         for table in (merged[key] for key in sorted(merged))
     ]
-    _write_whole(path, '{"choices": [\n  ' + ",\n  ".join(rows) + "\n]}\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """To a file of its own first, renamed when it is whole: an interrupted write must not lose what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".json.part", delete=False) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    replace_file(path, ('{"choices": [\n  ' + ",\n  ".join(rows) + "\n]}\n").encode())
 
 
 def find_choice_table(
@@ -191,40 +179,43 @@ class SplitPoint:
 
 def read_split_points(path: str | os.PathLike[str]) -> list[SplitPoint]:
     """TokenWeave's file, rising token counts. FileNotFoundError, or a ValueError that names the file and the entry."""
-    return read_json(path, _split_points)
-
-
-def _split_points(content: Any) -> list[SplitPoint]:
-    if not isinstance(content, dict):
-        raise ValueError(
-            "expected an object from token counts to attention_ctas, mlp_ctas and chunk_offset or split_offset"
-        )
     points = []
-    for key, entry in content.items():
-        num_tokens = count_of(key)
+    for key, value in _read(path, dict[str, Any]).items():
+        entry = convert_json(value, _SplitEntry, f"{path}: {key[:100]} tokens")
         try:
-            points.append(_split_point(num_tokens, entry))
+            num_tokens = count_of(key)
+            offsets = {name: value for name in OFFSET_NAMES if (value := getattr(entry, name)) is not None}
+            if len(offsets) != 1:
+                found = " and ".join(offsets) or "neither"
+                raise ValueError(f"expected one of {' and '.join(OFFSET_NAMES)}, found {found}")
+            ((name, offset),) = offsets.items()
+            # From -num_tokens / 2 to num_tokens / 2, both excluded: neither half may be empty.
+            least, most = (-num_tokens) // 2 + 1, (num_tokens - 1) // 2
+            if not least <= offset <= most:
+                raise ValueError(f"{name} must be an integer, from {least} to {most}, not {offset}")
         except ValueError as error:
-            raise ValueError(f"{key} tokens: {error}") from error
-    check_rising([point.num_tokens for point in points])
+            raise ValueError(f"{path}: {key[:100]} tokens: {error}") from error
+        points.append(
+            SplitPoint(
+                num_tokens=num_tokens,
+                attention_programs=entry.attention_ctas,
+                mlp_programs=entry.mlp_ctas,
+                offset=offset,
+            )
+        )
+    try:
+        check_rising([point.num_tokens for point in points])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return points
 
 
-def _split_point(num_tokens: int, entry: Any) -> SplitPoint:
-    if not isinstance(entry, dict):
-        raise ValueError(f"expected an object, not {entry!r}")
-    offsets = [name for name in OFFSET_NAMES if name in entry]
-    if len(offsets) != 1:
-        raise ValueError(f"expected one of {' and '.join(OFFSET_NAMES)}, found {' and '.join(offsets) or 'neither'}")
-    check_keys({key: entry[key] for key in entry if key != "baseline_ctas"}, {"attention_ctas", "mlp_ctas", *offsets})
-    # From -num_tokens / 2 to num_tokens / 2, both excluded: neither half may be empty.
-    check_integer(offsets[0], entry[offsets[0]], (-num_tokens) // 2 + 1, (num_tokens - 1) // 2)
-    return SplitPoint(
-        num_tokens=num_tokens,
-        attention_programs=check_integer("attention_ctas", entry["attention_ctas"], 0),
-        mlp_programs=check_integer("mlp_ctas", entry["mlp_ctas"], 0),
-        offset=entry[offsets[0]],
-    )
+class _SplitEntry(msgspec.Struct, forbid_unknown_fields=True):
+    attention_ctas: Annotated[int, Meta(ge=0, le=2**20)]
+    mlp_ctas: Annotated[int, Meta(ge=0, le=2**20)]
+    chunk_offset: int | None = None
+    split_offset: int | None = None
+    baseline_ctas: Any = None
 
 
 def write_split_points(path: str | os.PathLike[str], points: Sequence[SplitPoint]) -> None:
@@ -235,7 +226,9 @@ def write_split_points(path: str | os.PathLike[str], points: Sequence[SplitPoint
         f'"split_offset": {point.offset}}}'
         for point in points
     ]
-    _write_whole(Path(path), "{\n  " + ",\n  ".join(rows) + "\n}\n")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, ("{\n  " + ",\n  ".join(rows) + "\n}\n").encode())
 
 
 def nearest_split_point(points: Sequence[SplitPoint], num_tokens: int) -> SplitPoint:
@@ -243,15 +236,18 @@ def nearest_split_point(points: Sequence[SplitPoint], num_tokens: int) -> SplitP
     return min(points, key=lambda point: abs(point.num_tokens - num_tokens))
 
 
-def read_json(path: str | os.PathLike[str], parse: Callable[[Any], Parsed]) -> Parsed:
-    """`parse` of a file's content; its ValueErrors, and those of a file that is not JSON, name the file."""
+def _read(path: str | os.PathLike[str], kind: type[Kind]) -> Kind:
+    """A file's content as a value of `kind`; a key that stands twice in one object is an error, too."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        return parse(json.loads(path.read_bytes(), object_pairs_hook=_without_repetition))
+        content = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply to be read") from error
     except ValueError as error:  # of JSON and of UTF-8 too
         raise ValueError(f"{path}: {error}") from error
+    return convert_json(content, kind, path)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -262,28 +258,10 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check_keys(found: Any, needed: set[str]) -> None:
-    """ValueError unless `found` is an object with just these keys."""
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object, not {found!r}")
-    for what, keys in (("lacks", needed - set(found)), ("has no use for", set(found) - needed)):
-        if keys:
-            raise ValueError(f"it {what} {', '.join(sorted(keys))}")
-
-
-def check_integer(name: str, value: Any, smallest: int, largest: int | None = None) -> int:
-    """The value, an integer of that range; ValueError otherwise."""
-    beyond = largest is not None and isinstance(value, int) and value > largest
-    if not isinstance(value, int) or isinstance(value, bool) or value < smallest or beyond:
-        allowed = f"at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-        raise ValueError(f"{name} must be an integer, {allowed}, not {value!r}")
-    return value
-
-
 def count_of(key: str) -> int:
     """A token count from a key of JSON, written without sign or leading zeros; ValueError otherwise."""
-    if not key.isascii() or not key.isdigit() or key[0] == "0":
-        raise ValueError(f"{key!r} is not a token count")
+    if not key.isascii() or not key.isdigit() or key[0] == "0" or len(key) > MAX_DIGITS:
+        raise ValueError(f"{key[:100]!r} is not a token count")
     return int(key)
 
 

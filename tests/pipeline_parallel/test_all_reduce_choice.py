@@ -19,6 +19,7 @@ from pipeline_parallel.all_reduce_choice import (
     read_split_points,
     write_choice_tables,
 )
+from tests.data.spoiled_json import spoiled
 
 FASTEST = ((1, "one-shot"), (64, "nccl"), (1024, "two-shot"))
 
@@ -115,22 +116,22 @@ ROW = {"device": "GPU A", "ranks": 2, "hidden_size": 4096, "transport": "p2p", "
     ("content", "message"),
     [
         ("{", "Expecting property name"),
-        ([], r'expected {"choices": \[...\]}'),
-        ({"choices": [], "other": 1}, r'expected {"choices": \[...\]}'),
-        ({"choices": [3]}, "table 0: expected an object, not 3"),
+        ([], "expected `object`, got `array`"),
+        ({"choices": [], "other": 1}, "object contains unknown field `other`"),
+        ({"choices": [3]}, r"`choices\[0\]`: expected `object`, got `int`"),
         ({"choices": [ROW, ROW]}, "table 1: there is one already for 2 x GPU A, hidden size 4096, p2p"),
-        ({"choices": [ROW | {"new": 1}]}, "table 0: it has no use for new"),
-        ({"choices": [{"device": "GPU A"}]}, "table 0: it lacks fastest, hidden_size, ranks, transport"),
-        ({"choices": [ROW | {"device": 7}]}, "device must be a name, not 7"),
-        ({"choices": [ROW | {"ranks": 1}]}, "ranks must be an integer, at least 2, not 1"),
-        ({"choices": [ROW | {"hidden_size": "4096"}]}, "hidden_size must be an integer, at least 1, not '4096'"),
-        ({"choices": [ROW | {"transport": "nvls"}]}, "transport 'nvls' is not one of p2p, multimem"),
-        ({"choices": [ROW | {"fastest": []}]}, r"fastest must be an object from token counts to methods, not \[\]"),
+        ({"choices": [ROW | {"new": 1}]}, r"`choices\[0\]`: object contains unknown field `new`"),
+        ({"choices": [{"device": "GPU A"}]}, r"`choices\[0\]`: object missing required field `ranks`"),
+        ({"choices": [ROW | {"device": 7}]}, r"`choices\[0\].device`: expected `str`, got `int`"),
+        ({"choices": [ROW | {"ranks": 1}]}, r"`choices\[0\].ranks`: expected `int` >= 2"),
+        ({"choices": [ROW | {"hidden_size": "4096"}]}, r"`choices\[0\].hidden_size`: expected `int`, got `str`"),
+        ({"choices": [ROW | {"transport": "nvls"}]}, r"`choices\[0\].transport`: invalid enum value 'nvls'"),
+        ({"choices": [ROW | {"fastest": []}]}, r"`choices\[0\].fastest`: expected `object`, got `array`"),
         ({"choices": [ROW | {"fastest": {}}]}, "there is no token count"),
         ({"choices": [ROW | {"fastest": {"many": "nccl"}}]}, "'many' is not a token count"),
         ({"choices": [ROW | {"fastest": {"0": "nccl"}}]}, "'0' is not a token count"),
         ({"choices": [ROW | {"fastest": {"4": "nccl", "1": "nccl"}}]}, "counts must rise, and 1 comes after 4"),
-        ({"choices": [ROW | {"fastest": {"1": "ring"}}]}, "1 tokens: 'ring' is not one of one-shot, two-shot, nccl"),
+        ({"choices": [ROW | {"fastest": {"1": "ring"}}]}, r"`choices\[0\].fastest\[...\]`: invalid enum value 'ring'"),
         ('{"choices": [{"device": "a", "device": "b"}]}', "'device' stands twice in one object"),
     ],
 )
@@ -171,11 +172,11 @@ def test_both_forms_of_the_split_files_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([SPLIT], "expected an object from token counts"),
+        ([SPLIT], "expected `object`, got `array`"),
         ({}, "there is no token count"),
         ({"-5": SPLIT}, "'-5' is not a token count"),
         ({"2048": SPLIT, "1024": SPLIT}, "token counts must rise, and 1024 comes after 2048"),
-        ({"1024": 3}, "1024 tokens: expected an object, not 3"),
+        ({"1024": 3}, "1024 tokens: expected `object`, got `int`"),
         (
             {"1024": SPLIT | {"split_offset": 0}},
             "expected one of chunk_offset and split_offset, found chunk_offset and",
@@ -184,9 +185,9 @@ def test_both_forms_of_the_split_files_load(tmp_path: Path) -> None:
             {"1024": {"attention_ctas": 1, "mlp_ctas": 1}},
             "expected one of chunk_offset and split_offset, found neither",
         ),
-        ({"1024": SPLIT | {"ctas": 1}}, "1024 tokens: it has no use for ctas"),
-        ({"1024": {"attention_ctas": 1, "chunk_offset": 0}}, "it lacks mlp_ctas"),
-        ({"1024": SPLIT | {"mlp_ctas": -1}}, "mlp_ctas must be an integer, at least 0, not -1"),
+        ({"1024": SPLIT | {"ctas": 1}}, "1024 tokens: object contains unknown field `ctas`"),
+        ({"1024": {"attention_ctas": 1, "chunk_offset": 0}}, "1024 tokens: object missing required field `mlp_ctas`"),
+        ({"1024": SPLIT | {"mlp_ctas": -1}}, "1024 tokens: `mlp_ctas`: expected `int` >= 0"),
         ({"1024": SPLIT | {"chunk_offset": 512}}, "chunk_offset must be an integer, from -511 to 511, not 512"),
         ({"1024": SPLIT | {"chunk_offset": -512}}, "chunk_offset must be an integer, from -511 to 511, not -512"),
         ({"5": SPLIT | {"chunk_offset": 3}}, "from -2 to 2, not 3"),
@@ -196,3 +197,17 @@ def test_a_wrong_split_file_is_named_with_what_is_wrong(tmp_path: Path, content:
     path = written(tmp_path / "wrong.json", content)
     with pytest.raises(ValueError, match=rf"wrong\.json: .*{message}"):
         read_split_points(path)
+
+
+def test_any_wrong_value_is_told(tmp_path: Path) -> None:
+    for read, valid in (
+        (read_choice_tables, {"choices": [ROW, ROW | {"ranks": 4}]}),
+        (read_split_points, {"1024": SPLIT, "2048": {**SPLIT, "baseline_ctas": 16}}),
+    ):
+        path = tmp_path / "wrong.json"
+        for what, text in spoiled(valid):
+            path.write_bytes(text)
+            try:
+                assert isinstance(read(path), list), what
+            except ValueError as error:
+                assert str(path) in str(error) and len(str(error)) < 1000, what

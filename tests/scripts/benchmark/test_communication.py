@@ -71,7 +71,7 @@ def test_a_choice_file_that_is_wrong_is_found_before_anything_is_measured(option
     options.output.write_text("{}")
     check(options)  # records: no choice file
     for wrong in (replace(options, tune=True), replace(options, choices=(options.output,))):
-        with pytest.raises(ValueError, match=r"r\.jsonl: expected {.choices.: "):
+        with pytest.raises(ValueError, match=r"r\.jsonl: object missing required field `choices`"):
             check(wrong)
 
 
