@@ -103,9 +103,11 @@ def validate_record(record: object) -> None:
         if not isinstance(baseline, dict) or not isinstance(baseline.get("name"), str):
             raise ValueError(f"'baseline' must be null or have a 'name' and a 'value', not {baseline!r}")
         _require_number("baseline value", baseline.get("value"))
-    for key in ("achieved", "quality"):
+    for key in ("achieved", "quality", "run", "sources", "timing", "training", "windows"):
         if record.get(key) is not None and not isinstance(record[key], dict):
             raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
+    if not isinstance(record.get("answers", []), list):
+        raise ValueError(f"'answers' must be a list, not {record['answers']!r}")
 
 
 def _require_number(name: str, value: object) -> None:
@@ -153,7 +155,7 @@ def _mend_last_line(file: io.FileIO) -> None:
     last_line = content[content.rfind(b"\n") + 1 :]
     try:
         validate_record(json.loads(last_line))
-    except ValueError:
+    except (ValueError, RecursionError):
         file.truncate(size - len(last_line))
     else:  # a whole record, which only lacks its line end
         file.write(b"\n")
@@ -192,7 +194,7 @@ def _records_of(path: Path, *, may_end_unfinished: bool = False) -> list[Record]
         try:
             record = json.loads(line)
             validate_record(record)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if may_end_unfinished and line_number == len(lines):
                 break
             raise ValueError(f"{path}, line {line_number}: not a result record: {error}") from error

@@ -226,6 +226,13 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
     return {snippet: found for snippet, found in tables.items() if found}
 
 
+def quality_tables(records: Sequence[Record]) -> list[Table]:
+    """What most people look for, of these records; all tables where there is nothing of it."""
+    tables = all_tables(records)
+    found = [table for name in ("main", accuracy_table.NAME, equal_bytes.NAME) for table in tables.get(name, ())]
+    return found or [table for group in tables.values() for table in group]
+
+
 def section_title(name: str) -> str:
     titles = {"main": "Quality and speed", accuracy_table.NAME: "Accuracy", equal_bytes.NAME: "At equal bytes"}
     return (titles | drift_tables.SECTION_TITLES).get(name, name)

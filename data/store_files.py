@@ -128,7 +128,10 @@ def read_manifest(directory: Path) -> StoreManifest | ShardedManifest:
     """Read and check the manifest; FileNotFoundError if there is none, ValueError if it is not right."""
     path = directory / MANIFEST_NAME
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: {directory} is no activation store")
+        raise FileNotFoundError(
+            f"{path} does not exist: {directory} is no activation store; collect first: python -m scripts.collect "
+            f"--model DIR --corpus SPEC --output-dir {directory}"
+        )
     return parse_manifest(path.read_bytes(), path)
 
 

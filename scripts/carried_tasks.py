@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 from loguru import logger
 
 from analysis.results import Record, make_record, read_records
+from data.files import replace_file
 from modules.checkpoint import build_on_meta, load_config
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
@@ -30,9 +31,9 @@ from scripts.answerer import Answerer, Call
 from scripts.batch_sizes import BatchSizes
 from scripts.command_line import progress, run_stage
 from scripts.evaluate import PERPLEXITY
-from scripts.lm_eval_tasks import TaskOptions, expand_presets, load_benchmarks
+from scripts.lm_eval_tasks import Benchmark, TaskOptions, expand_presets, load_benchmarks
 from scripts.model_loading import LoadedModel, RunOptions, model_name, resolve_model
-from scripts.run_records import RecordBook, model_labels, run_labels, sources_of
+from scripts.run_records import RecordBook, model_labels, run_labels, sources_of, tell_tables
 from scripts.selection_options import SweepOptions, attach_each
 from scripts.task_runs import TaskRun, evaluate_benchmark, records_of_runs
 from sparse_predictor.selection import Selection, remove_sparsity
@@ -157,10 +158,7 @@ def export(options: Export) -> list[Asked]:
         "asked": list(map(asdict, found)),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = options.output.with_name(f"{options.output.name}.partial")
-    with gzip.open(partial_file, "wt", encoding="utf-8") as file:
-        json.dump(content, file, separators=(",", ":"))
-    os.replace(partial_file, options.output)
+    replace_file(options.output, gzip.compress(json.dumps(content, separators=(",", ":")).encode()))
     logger.info(f"{options.output}: {options.output.stat().st_size / 2**20:.1f} MiB; carry it, and answer it there")
     return found
 
@@ -177,7 +175,7 @@ def read_requests(path: Path, *, seed: int) -> dict[str, Asked]:
             for one in content["asked"]
         }
         exported_seed = int(content["seed"])
-    except (gzip.BadGzipFile, EOFError, ValueError, KeyError, TypeError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{path}: not a whole file of requests, as scripts.carried_tasks export writes it ({what})"
@@ -237,7 +235,7 @@ def fold(options: Fold) -> list[Record]:
     found: list[Record] = []
     for records in progress(groups, "tasks", quiet=options.quiet):
         run = records[0]["run"]
-        (benchmark,) = load_benchmarks({run["task"]: run["num_fewshot"]}, options.include_path)
+        (benchmark,) = _benchmark_of(run, options.include_path)
         runs = [
             TaskRun(
                 labels={label: value for label, value in record["labels"].items() if label != "task"},
@@ -248,8 +246,17 @@ def fold(options: Fold) -> list[Record]:
         ]
         model = EngineLM(replay, seed=records[0]["labels"]["seed"])
         found += records_of_runs(model, benchmark, runs, book, run["limit"])
-    logger.info(f"{len(found)} records in {options.output}; scripts.summarize makes tables and plots of them")
+    tell_tables(found, options.output, quiet=options.quiet)
     return found
+
+
+def _benchmark_of(run: Mapping[str, Any], include_path: Path | None) -> list[Benchmark]:
+    try:
+        return load_benchmarks({run["task"]: run["num_fewshot"]}, include_path)
+    except ValueError as error:
+        if include_path is not None:
+            raise
+        raise ValueError(f"{error}; if export was given --include-path, give it to fold, too") from error
 
 
 def _groups(paths: Sequence[Path]) -> list[list[Record]]:
@@ -261,6 +268,14 @@ def _groups(paths: Sequence[Path]) -> list[list[Record]]:
                 raise ValueError(
                     f"{path}: holds {record['name']}, not answers (scripts.carried_tasks answer writes them)"
                 )
+            lacking = [key for key in ("run", "sources", "achieved", "answers") if not record.get(key)]
+            lacking += [
+                f"run.{key}"
+                for key in ("task", "num_fewshot", "limit", "asked")
+                if key not in (record.get("run") or {})
+            ]
+            if lacking:
+                raise ValueError(f"{path}: a record of answers lacks {', '.join(lacking)}; answer again")
             shared = {label: value for label, value in record["labels"].items() if label not in OF_THE_SELECTION}
             asked = {key: value for key, value in record["run"].items() if key != "asked"}
             group = groups.setdefault(repr((shared, asked, record["sources"]["checkpoint"])), {})

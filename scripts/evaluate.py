@@ -16,7 +16,7 @@ from analysis.results import Record
 from scripts.command_line import run_stage
 from scripts.lm_eval_tasks import TaskOptions, expand_presets, load_benchmarks
 from scripts.perplexity_runs import PerplexityOptions, check_options, perplexity_records, read_documents
-from scripts.run_records import RecordBook, model_labels
+from scripts.run_records import RecordBook, model_labels, tell_tables
 from scripts.selection_options import SweepOptions, attach_each
 from scripts.task_runs import benchmark_records
 
@@ -34,7 +34,7 @@ class Options(TaskOptions, SweepOptions, PerplexityOptions):
 
 
 def main(options: Options) -> list[Record]:
-    """Of each task dense, then every method at every density; append one record a metric and return them all."""
+    """Of each task dense, then every method at every density; append one record per metric and return them all."""
     tasks = options.task_names()
     selections = options.selections(seed=options.seed)
     if PERPLEXITY in tasks:
@@ -51,10 +51,7 @@ def main(options: Options) -> list[Record]:
     records = perplexity_records(loaded, documents, options, selections, labels, book) if documents else []
     records += benchmark_records(loaded, benchmarks, options, selections, labels, book, limit=options.limit)
     if loaded.mesh.rank == 0:
-        for record in records:
-            task, method, density = (record["labels"].get(label) for label in ("task", "method", "mlp_density"))
-            logger.info(f"{task}, {method} {density:g}: {record['metric']} {record['value']:.4g} {record['unit']}")
-        logger.info(f"{len(records)} records in {options.output}; scripts.summarize makes tables and plots of them")
+        tell_tables(records, options.output, quiet=options.quiet)
     return records
 
 

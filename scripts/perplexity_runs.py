@@ -81,9 +81,15 @@ class Score:
 
 def score_of(record: Record) -> Score:
     """What a record says of its run; without windows if it was written before they were kept."""
-    parts = record.get("windows") or {"nll": [], "tokens": []}
-    windows = [Likelihood(nll, tokens) for nll, tokens in zip(parts["nll"], parts["tokens"], strict=True)]
-    return Score(windows, record["timing"]["seconds"])
+    try:
+        parts = record.get("windows") or {"nll": [], "tokens": []}
+        windows = [Likelihood(nll, int(tokens)) for nll, tokens in zip(parts["nll"], parts["tokens"], strict=True)]
+        return Score(windows, float(record["timing"]["seconds"]))
+    except (KeyError, TypeError, ValueError) as error:
+        labels = ", ".join(f"{name} {record['labels'].get(name)}" for name in ("task", "method", "mlp_density"))
+        raise ValueError(
+            f"the record of {labels} is damaged ({error!r}); remove it, or give another --output"
+        ) from error
 
 
 def compared(sparse: Score, dense: Score) -> dict[str, Any]:

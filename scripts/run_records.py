@@ -11,6 +11,7 @@ from typing import Any
 from loguru import logger
 
 from analysis.results import Record, append_record, finished_records
+from analysis.tables import quality_tables
 from modules.checkpoint_files import checkpoint_fingerprint, read_manifest
 from modules.sparsity import SparsityStats
 from pipeline_parallel.fused_junction import describe_all_reduce
@@ -177,3 +178,10 @@ class RecordBook:
 def _identity(record: Record) -> tuple[Any, ...]:
     parts = ("name", "metric", "labels", "run", "sources", "training")
     return tuple(record.get(part) for part in parts)
+
+
+def tell_tables(records: Sequence[Record], path: Path, *, quiet: bool) -> None:
+    """What a run ends with: its tables on stdout, and where its records are. For the first rank."""
+    for table in () if quiet else quality_tables(records):
+        print(table.to_text(), end="\n\n")
+    logger.info(f"{len(records)} records in {path}; scripts.summarize makes tables and plots of all that it holds")

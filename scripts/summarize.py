@@ -14,11 +14,8 @@ from analysis.findings import findings
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import read_records
-from analysis.tables import all_tables, environment_lines, summary_markdown, update_readmes
+from analysis.tables import environment_lines, quality_tables, summary_markdown, update_readmes
 from scripts.command_line import progress, run_stage
-
-# What most people run this for; the other tables are on the page.
-QUALITY_TABLES = ("main", "accuracy", "equal_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +52,7 @@ def main(options: SummarizeOptions) -> None:
         for path, names in update_readmes(options.readme, records, options.tables).items():
             logger.info(f"{path}: rewrote {', '.join(names) or 'nothing'}")
 
-    tables = all_tables(records)
-    quality = [table for name in QUALITY_TABLES for table in tables.get(name, ())]
-    for table in quality or [table for group in tables.values() for table in group]:
+    for table in quality_tables(records):
         print(table.to_text(), end="\n\n")
     for line in environment_lines(records):
         print(f"measured on {line}")

@@ -104,9 +104,9 @@ def _run(
     there = [
         record
         for record in book.find("accuracy", run.labels, unknown=OF_THE_TASK, sources=run.sources)
-        if asked.items() <= record.get("run", {}).items()
+        if asked.items() <= (record.get("run") or {}).items()
     ]
-    if there and len({_metric(record) for record in there}) == there[0]["run"]["num_records"]:
+    if there and len({_metric(record) for record in there}) == there[0]["run"].get("num_records"):
         return there
     run.begin()
     results = evaluate_benchmark(model, benchmark, limit)

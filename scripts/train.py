@@ -149,7 +149,8 @@ def train(options: Options) -> PredictorManifest:
     metrics: dict[str, Any] = {}
     stacks = {block: fit_block(options, rows[block], label, kept) for block in rows}
     if "mlp" in stacks:
-        logger.info("fitting stand-ins")
+        if stacks["mlp"].standin_in.numel():
+            logger.info("fitting stand-ins")
         text = rows["mlp"].text("train", number(options.standin_tokens), options.refine_window)
         fit_standins(
             model,

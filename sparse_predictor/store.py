@@ -172,7 +172,10 @@ def parse_manifest(directory: Path) -> PredictorManifest:
     """The manifest by itself, which needs no model. FileNotFoundError, or ValueError where it is something else's."""
     path = directory / "manifest.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: not a predictor directory, or its training did not finish")
+        raise FileNotFoundError(
+            f"{path} is missing: not a predictor directory, or its training did not finish; train: python -m "
+            f"scripts.train --model DIR --activations DIR --output-dir {directory}"
+        )
     try:
         values = read_json(path, dict[str, Any])
         if (version := values.get("format_version")) not in (FORMAT_VERSION, None):

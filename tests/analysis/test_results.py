@@ -52,6 +52,11 @@ def test_older_records_of_wina_are_read_under_its_right_name(tmp_path: Path) -> 
     assert [record["labels"]["method"] for record in read_records(path)] == ["wina-unrotated", "teal"]
 
 
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(OSError, match="/dev/full: no space left to write it .*; free space there"):
+        append_record("/dev/full", a_record())
+
+
 def test_several_files_are_read_in_order(tmp_path: Path) -> None:
     append_record(tmp_path / "b", a_record(value=1.0))
     append_record(tmp_path / "a", a_record(value=2.0))
@@ -107,6 +112,10 @@ def test_processes_may_append_to_one_file_at_once(tmp_path: Path) -> None:
         ({"ratio": "2x"}, "'ratio' must be a number"),
         ({"stderr": "N/A"}, "'stderr' must be a number"),
         ({"quality": [1]}, "'quality' must be an object"),
+        ({"run": "arc"}, "'run' must be an object"),
+        ({"timing": 3}, "'timing' must be an object"),
+        ({"sources": ["a"]}, "'sources' must be an object"),
+        ({"answers": {}}, "'answers' must be a list"),
         ({"environment": None}, "'environment' must be an object"),
     ],
 )

@@ -129,6 +129,15 @@ def test_answers_to_something_else_are_refused(folder: Path, tmp_path: Path) -> 
     message = "tiny_choices asks something else here than what was answered .*; export and answer again"
     with pytest.raises(ValueError, match=message):
         fold(folder, tmp_path / "r.jsonl", folder / "answers.jsonl", include_path=other)
+    with pytest.raises(ValueError, match="no such task.*; if export was given --include-path, give it to fold, too"):
+        fold(folder, tmp_path / "r.jsonl", folder / "answers.jsonl", include_path=None)
+    answers = (folder / "answers.jsonl").read_text().splitlines()
+    for key in ("run", "sources", "answers"):
+        (tmp_path / "lacking.jsonl").write_text(json.dumps({**json.loads(answers[0]), key: None}))
+        with pytest.raises(
+            ValueError, match=f"lacking.jsonl: a record of answers lacks {key}|'answers' must be a list"
+        ):
+            fold(folder, tmp_path / "r.jsonl", tmp_path / "lacking.jsonl")
     model_folder(tmp_path / "model", context=20)  # prompts are cut
     with pytest.raises(ValueError, match=message):
         fold(tmp_path, tmp_path / "r.jsonl", folder / "answers.jsonl", include_path=folder / "tasks")

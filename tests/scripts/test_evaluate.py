@@ -312,3 +312,18 @@ def test_records_are_json_lines_with_their_environment(folder: Path, tmp_path: P
     evaluate(folder, tmp_path / "deep/er/r.jsonl")
     (line,) = (tmp_path / "deep/er/r.jsonl").read_text().splitlines()
     assert {"device", "torch", "commit", "date"} <= json.loads(line)["environment"].keys()
+
+
+def test_a_run_ends_with_the_table_of_its_own_records(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(folder, tmp_path / "r.jsonl", method=("static",), max_windows=2)
+    capsys.readouterr()
+    flags = ["--model", str(folder / "model"), "--output", str(tmp_path / "r.jsonl"), "--window", "32"]
+    flags += ["--corpus", str(folder / "test.jsonl"), "--max-windows", "2", "--method", "random"]
+    run_stage(main, Options, flags)
+    said = capsys.readouterr()
+    assert "random" in said.out and "dense" in said.out and "static" not in said.out
+    assert "2 records in " in said.err.splitlines()[-1]
+    run_stage(main, Options, [*flags, "--quiet"])
+    assert capsys.readouterr().out == ""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 import scripts.train
 from data.activation_store import ActivationStore
@@ -211,7 +212,11 @@ def test_packed_labels_train_with_bce_and_serve_what_they_can(tmp_path: Path) ->
     model = model_folder(tmp_path / "model", OPT)
     store = collect(model, tmp_path / "store", label_format="packed")
     recipe = {"loss": "bce", "initialisation": "random", "standin_rank": "0"}
+    said: list[str] = []
+    sink = logger.add(said.append, level="INFO", format="{message}")
     predictors = train(model, store, tmp_path / "p", **recipe)
+    logger.remove(sink)
+    assert said and not any("stand-ins" in str(message) for message in said)
     decoder = tiny_decoder(OPT)
     # TEAL too: its statistics come from the model's own pass, not from the store.
     for method in ("predictor", "static", "teal"):
@@ -230,6 +235,10 @@ def test_packed_labels_train_with_bce_and_serve_what_they_can(tmp_path: Path) ->
         ({"densities": (0.5, 1.5)}, "--densities and --label-density must lie in (0, 1], got 1.5"),
         ({"label_density": 0.0}, "--label-density must lie in (0, 1], got 0.0"),
         ({"activations": "nowhere"}, "nowhere/manifest.json does not exist"),
+        (
+            {"activations": "nowhere"},
+            "collect first: python -m scripts.collect --model DIR --corpus SPEC --output-dir ",
+        ),
         ({"model": "nowhere/at/all"}, "nowhere/at/all: no such folder"),
         ({"refine_steps": 2, "refine_window": 5000}, None),
     ],
