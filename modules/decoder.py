@@ -201,16 +201,18 @@ class Decoder(nn.Module):
         *,
         cache: KVCache | None = None,
         num_tokens: Tensor | None = None,
+        num_prompt: Tensor | None = None,
         phase: Phase = "prefill",
     ) -> Tensor:
         """token_ids [B, T] -> hidden states [B, T, D] after the final norm.
 
         Rows are right-padded; `num_tokens` [B] counts each row's real tokens (None: all T). With a cache, row b's
-        tokens stand at cache_seqlens[b] onwards and the cache is advanced by the real ones. ValueError if a token
-        would stand beyond the context.
+        tokens stand at cache_seqlens[b] onwards and the cache is advanced by the real ones. `num_prompt` [B]: how many
+        of a row's first tokens are its prompt, where a text is scored in one pass (for selectors that tell prompt and
+        text apart). ValueError if a token would stand beyond the context.
         """
         tokens = token_ids.shape[1]
-        forward_pass = self.begin(token_ids, cache=cache, num_tokens=num_tokens, phase=phase)
+        forward_pass = self.begin(token_ids, cache=cache, num_tokens=num_tokens, num_prompt=num_prompt, phase=phase)
         driver = self.prefill_driver if phase == "prefill" else None
         driven = None if driver is None else driver(token_ids, forward_pass)
         if driven is not None:
@@ -231,6 +233,7 @@ class Decoder(nn.Module):
         *,
         cache: KVCache | None = None,
         num_tokens: Tensor | None = None,
+        num_prompt: Tensor | None = None,
         phase: Phase = "prefill",
     ) -> ForwardPass:
         """What the pass of token_ids [B, T] through the half-blocks carries; arguments as `forward`."""
@@ -249,6 +252,7 @@ class Decoder(nn.Module):
             phase=phase,
             positions=positions,
             valid=None if num_tokens is None else real_tokens(token_ids, num_tokens),
+            num_prompt=num_prompt,
             attention_mask=mask,
             cos_sin=None if self.rotary is None else self.rotary.cos_sin(positions, self.dtype),
             cache=cache,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Shared by all half-blocks of one call of the decoder.
 
-    positions [B, T] int64; valid [B, T] bool (False: padding) or None when every token is real;
+    positions [B, T] int64; valid [B, T] bool (False: padding) or None when every token is real; num_prompt [B] as in
+    `Decoder.forward`;
     attention_mask [B, 1, T, S] (0 or -inf) or None for plain causal attention; cos, sin as `RotaryPositions.cos_sin`;
     partial_memory(rows) [rows, D] is where the ranks of a layer read each other's partial sums, or None.
     """
@@ -36,6 +37,7 @@ class ForwardPass:
     stats: SparsityStats | None
     max_lookahead: int
     partial_memory: Callable[[int], Tensor | None] | None = None
+    num_prompt: Tensor | None = None
     fused: FusedDecode | None = None  # what the kernels of a fused decode step share
     inputs: dict[Block, dict[int, Tensor]] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
 
@@ -58,6 +60,7 @@ class ForwardPass:
             phase=self.phase,
             positions=self.positions,
             valid=self.valid,
+            num_prompt=self.num_prompt,
             cache=self.cache,
             earlier_inputs=kept,
             dense_output=dense_output,

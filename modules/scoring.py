@@ -66,15 +66,25 @@ def pad_right(sequences: Sequence[Sequence[int]], device: torch.device | str) ->
 
 @torch.inference_mode()
 def score_rows(
-    model: Decoder, rows: Sequence[Sequence[int]], targets: Sequence[tuple[int, Sequence[int]]], names: Sequence[str]
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    targets: Sequence[tuple[int, Sequence[int]]],
+    names: Sequence[str],
+    num_context: Sequence[int] | None = None,
 ) -> list[TokenScores]:
     """Run `rows` of token ids together and score targets: tokens that follow the last positions of a row (its place in
     `rows`), any number of them. [] on a pipeline stage without the head, which does its part of the work.
 
+    `num_context`: a row's first tokens that are only conditioned on, which a method that reads a prompt takes for it
+    (`num_prompt`). None, or one token alone: half of the row.
+
     Raises ValueError for logits that are not finite, with the target's name.
     """
     padded, lengths = pad_right(rows, model.device)
-    hidden_states = model(padded, num_tokens=lengths, phase="prefill")
+    contexts = [1] * len(rows) if num_context is None else num_context
+    prompts = [count if count > 1 else max(1, len(row) // 2) for row, count in zip(rows, contexts, strict=True)]
+    num_prompt = torch.tensor(prompts, device=model.device)
+    hidden_states = model(padded, num_tokens=lengths, num_prompt=num_prompt, phase="prefill")
     if not model.is_last:
         return []
     ends = [row * padded.shape[1] + len(rows[row]) for row, _ in targets]
@@ -94,9 +104,14 @@ def score_rows(
 
 @torch.inference_mode()
 def score_tokens(
-    model: Decoder, token_ids: Sequence[Sequence[int]] | Tensor, *, batch_size: int = 8
+    model: Decoder,
+    token_ids: Sequence[Sequence[int]] | Tensor,
+    *,
+    batch_size: int = 8,
+    num_context: Sequence[int] | None = None,
 ) -> list[TokenScores]:
-    """Scores every sequence of `token_ids` ([B, T] or ragged), `batch_size` of similar length at a time.
+    """Scores every sequence of `token_ids` ([B, T] or ragged), `batch_size` of similar length at a time; `num_context`
+    of each as in `score_rows`.
 
     Raises ValueError for a sequence that does not fit the context, an id outside the vocabulary, or logits that are
     not finite (the sequence's place in the list is named). A pipeline stage without the head does its part of the
@@ -115,7 +130,8 @@ def score_tokens(
         batch = order[start : start + batch_size]
         # A sequence's last token conditions nothing that is scored, so it is not run.
         rows, targets = [sequences[i][:-1] for i in batch], [(row, sequences[i][1:]) for row, i in enumerate(batch)]
-        found = score_rows(model, rows, targets, [f"sequence {i}" for i in batch])
+        contexts = None if num_context is None else [num_context[i] for i in batch]
+        found = score_rows(model, rows, targets, [f"sequence {i}" for i in batch], contexts)
         for i, one in zip(batch, found, strict=model.is_last):  # none: on to the next batch, while later stages work
             scores[i] = one
     return scores
@@ -229,7 +245,8 @@ def windows_likelihood(
     """Likelihood of windows of any texts, `batch_size` run together; on a stage without the head that of none."""
     pending, total = iter(windows), Likelihood()
     while batch := list(islice(pending, batch_size)):
-        found = score_tokens(model, [piece.token_ids for piece in batch], batch_size=batch_size)
+        contexts = [piece.num_context for piece in batch]
+        found = score_tokens(model, [piece.token_ids for piece in batch], batch_size=batch_size, num_context=contexts)
         for piece, scores in zip(batch, found, strict=True):
             scored = scores.logprobs[piece.num_context - 1 :]
             likelihood = Likelihood(-float(scored.double().sum()), scored.numel())

@@ -106,9 +106,13 @@ class PromptSelector:
     scaled to unit norm first); the top `count` of each row are kept. The prompt itself stays dense, as in the paper.
 
     Differs: `scores_text` (sparse phases `all`) also gives a rule for text that is scored in one pass, without a cache.
-    There the first half of a row's tokens (at least one) counts as the prompt and stays dense, whatever of it is
-    scored, and the second half runs on its neurons; so the achieved density is about (1 + density) / 2, and says so.
-    What a row keeps moves with it in the cache. Statistics are made anew by every prompt.
+    Of a continuation that a task asks for, the prompt is the whole context it was given, and no token of the
+    continuation; of a window of text, the tokens that are conditioned on and not scored (`--stride`). The prompt stays
+    dense, and so the first token after it is scored densely, as it is chosen when decoding; all later ones run on the
+    prompt's neurons. A text without a context (one token at most, as in windows that do not overlap) has its first half
+    as the prompt, though that is scored, too: perplexity is then that of a dense first and a sparse second half. The
+    achieved density counts all tokens, dense ones too, and says so: about (1 + density) / 2 there, and nearly 1 where
+    answers are short. What a row keeps moves with it in the cache. Statistics are made anew by every prompt.
     """
 
     lookahead = 0
@@ -127,8 +131,8 @@ class PromptSelector:
             return None
         is_prompt = hidden_states.new_ones(batch, tokens, dtype=torch.bool) if context.valid is None else context.valid
         if cache is None:
-            half = (is_prompt.sum(-1, keepdim=True) // 2).clamp(min=1)
-            is_prompt = torch.arange(tokens, device=half.device) < half
+            count = (is_prompt.sum(-1) // 2).clamp(min=1) if context.num_prompt is None else context.num_prompt
+            is_prompt = torch.arange(tokens, device=count.device) < count[:, None]
         chosen = self.neurons_of(context, is_prompt)
         if cache is not None:
             cache.keep(key, chosen)

@@ -151,8 +151,9 @@ class SelectionContext:
     `earlier_inputs[i]`: the normed input [B, T, D] of the same kind of block in layer i, for look-ahead.
     `dense_output()`: what the dense block computes before its output projection: activations [B, T, F] (MLP) or head
     outputs by group [B, T, G, R, H] (attention). `positions` int64 [B, T] of the tokens, `valid` bool [B, T] (False:
-    padding) or None. `units`: which units are here, where a rank computes a part of them; a selector answers for these.
-    `cache` also keeps what a selector notes of its rows.
+    padding) or None. `num_prompt` int64 [B]: how many of a row's first tokens are its prompt, where a text is scored in
+    one pass; None: nobody says. `units`: which units are here, where a rank computes a part of them; a selector answers
+    for these. `cache` also keeps what a selector notes of its rows.
     """
 
     layer_idx: int
@@ -160,6 +161,7 @@ class SelectionContext:
     phase: Phase
     positions: Tensor
     valid: Tensor | None
+    num_prompt: Tensor | None = None
     units: UnitShard | None = None
     cache: KVCache | None = None
     earlier_inputs: Mapping[int, Tensor]

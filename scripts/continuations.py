@@ -15,6 +15,7 @@ from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 
 Score = tuple[float, bool]
+Row = tuple[tuple[int, ...], int]  # the tokens that are run, and how many of them are context
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def score_continuations(
     tokens run together. `on_scored(n)` hears of n more requests. ValueError for tokens the model cannot run and for
     logits that are not finite.
     """
-    rows: dict[tuple[int, ...], list[int]] = {}
+    rows: dict[Row, list[int]] = {}
     for idx, one in enumerate(continuations):
         conditions, target = list(one.token_ids[:-1]), list(one.token_ids[-1:])
         problem = describe_problem(model, conditions) or describe_problem(model, target)
@@ -51,19 +52,19 @@ def score_continuations(
                 problem or f"{one.num_scored} of {len(one.token_ids)} tokens to be scored; one at least stands before"
             )
             raise ValueError(f"request {idx}: {problem}")
-        rows.setdefault(tuple(conditions), []).append(idx)
+        rows.setdefault((tuple(conditions), len(one.token_ids) - one.num_scored), []).append(idx)
     # Longest first: neighbours are of similar length, and what does not fit in memory fails at once.
-    order = sorted(rows, key=lambda conditions: (-len(conditions), conditions))
+    order = sorted(rows, key=lambda row: (-len(row[0]), row))
     found: dict[int, Score] = {}
     place, batch_idx = 0, 0
     while place < len(order):
-        batch = order[place : place + batch_size(len(order[place]))]
+        batch = order[place : place + batch_size(len(order[place][0]))]
         # Batches are dealt to the replicas, not rows: the same ones run together however many replicas there are.
         if batch_idx % mesh.dp_size == mesh.dp_rank:
-            found.update(_score_batch(model, batch, [rows[conditions] for conditions in batch], continuations))
+            found.update(_score_batch(model, batch, [rows[row] for row in batch], continuations))
         place, batch_idx = place + len(batch), batch_idx + 1
         if on_scored is not None:
-            on_scored(sum(len(rows[conditions]) for conditions in batch))
+            on_scored(sum(len(rows[row]) for row in batch))
     if mesh.dp_size > 1:
         current_launch().meet()
     everybody: dict[int, Score] = {}
@@ -74,14 +75,15 @@ def score_continuations(
 
 def _score_batch(
     model: Decoder,
-    batch: Sequence[Sequence[int]],
+    batch: Sequence[Row],
     requests: Sequence[Sequence[int]],
     continuations: Sequence[Continuation],
 ) -> dict[int, Score]:
     """Scores of one batch of rows by request; {} on a pipeline stage without the head."""
     asked = [(row, idx) for row, indices in enumerate(requests) for idx in indices]
     targets = [(row, continuations[idx].token_ids[-continuations[idx].num_scored :]) for row, idx in asked]
-    found = score_rows(model, batch, targets, [f"request {idx}" for _, idx in asked])
+    names = [f"request {idx}" for _, idx in asked]
+    found = score_rows(model, [ids for ids, _ in batch], targets, names, [context for _, context in batch])
     return {
         idx: (float(scores.logprobs.double().sum()), bool(scores.greedy.all()))
         for (_, idx), scores in zip(asked, found, strict=model.is_last)

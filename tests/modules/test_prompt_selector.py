@@ -9,8 +9,11 @@ from torch import Tensor
 from modules.decoder import Decoder
 from modules.generation import generate
 from modules.requests import GenerationRequest
+from modules.scoring import score_windows, windows_likelihood
 from modules.selectors import PromptSelector
 from modules.sparsity import SparsityStats
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.continuations import Continuation, score_continuations
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -110,6 +113,42 @@ def test_a_scored_text_runs_its_second_half_on_the_neurons_of_its_first() -> Non
     remove_sparsity(model)
     with torch.no_grad():
         assert torch.equal(phases, model(tokens)), "decode: scored text is dense"
+
+
+def test_a_continuation_runs_on_the_neurons_of_the_context_it_was_given() -> None:
+    model, launch = tiny_decoder(KINDS["llama"], dtype=torch.float64), ParallelMesh.single("cpu")
+    tokens = random_tokens(4, 15).tolist()
+    tokens[3] = tokens[0]  # the same text, but another part of it is the context
+    asked = [Continuation(ids, scored) for ids, scored in zip(tokens, (5, 1, 14, 9), strict=True)]
+    expected = []
+    for one in asked:
+        num_context = len(one.token_ids) - one.num_scored
+        states = masked(model, torch.tensor([one.token_ids[:-1]]), num_context if num_context > 1 else 14 // 2)
+        logprobs = model.logits(states[0, num_context - 1 :]).log_softmax(-1)
+        expected.append(float(logprobs.gather(1, torch.tensor(one.token_ids[num_context:])[:, None]).sum()))
+    stats = attach(model)
+    for batch_size in (1, 4):
+        found = score_continuations(model, launch, asked, batch_size=lambda tokens, size=batch_size: size)
+        assert [score for score, _ in found] == pytest.approx(expected, abs=1e-9)
+    dense = 10 + 14 + 7 + 6  # the tokens of each context, or half of a text without one
+    assert stats.densities("mlp") == pytest.approx([(dense * 80 + (4 * 14 - dense) * 24) / (4 * 14 * 80)] * 3)
+    remove_sparsity(model)
+
+
+def test_a_window_runs_on_the_neurons_of_what_it_conditions_on() -> None:
+    model = tiny_decoder(KINDS["llama"], dtype=torch.float64)
+    text = random_tokens(1, 22)[0].tolist()
+    windows = list(score_windows(text, 12, 5))
+    assert [piece.num_context for piece in windows] == [1, 7, 7]
+    expected = 0.0
+    for piece in windows:
+        prompt = 7 if piece.num_context > 1 else 11 // 2
+        states = masked(model, torch.tensor([piece.token_ids[:-1]]), prompt)
+        logprobs = model.logits(states[0]).log_softmax(-1).gather(1, torch.tensor(piece.token_ids[1:])[:, None])
+        expected -= float(logprobs[piece.num_context - 1 :].sum())
+    attach(model)
+    assert windows_likelihood(model, windows, batch_size=3).nll_sum == pytest.approx(expected, abs=1e-9)
+    remove_sparsity(model)
 
 
 def test_without_a_prompt_there_is_nothing_to_go_by() -> None:
