@@ -160,7 +160,7 @@ class _Loop:
         longest = max(row.num_prompt + row.room for row in queue)
         self.is_sparse = model.is_sparse
         use_graphs = can_capture(model)
-        if use_graphs and any(row.history is not None for row in queue):
+        if use_graphs and any(row.request.sampling.has_penalties for row in queue):
             _tell_of_penalties()
         self.microbatches = [
             Microbatch(

@@ -70,7 +70,7 @@ class Microbatch:
             if fresh and longest * (len(fresh) + 1) > MAX_PREFILL_TOKENS:
                 break
             request = queue.popleft()
-            request.started_s = time.perf_counter()
+            request.start()
             row = gaps.pop(0) if gaps else len(self.rows)
             self.rows[row : row + 1] = [request]
             fresh.append(row)

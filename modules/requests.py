@@ -1,5 +1,6 @@
 """What goes into generation and what comes out, and when a request ends (EOS, stop string, length)."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
@@ -92,8 +93,7 @@ class RunningRequest:
         self.room = max(0, min(request.max_new_tokens, context - self.num_prompt))
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        sampling = request.sampling
-        self.history = TokenHistory(sampling, request.prompt_token_ids) if sampling.has_penalties else None
+        self.history: TokenHistory | None = None
         self.prompt_logprobs: list[float | None] | None = None
         self.started_s = self.first_token_s = 0.0
 
@@ -101,6 +101,12 @@ class RunningRequest:
     def num_cached(self) -> int:
         """Tokens of this row in the cache: all but the newest generated one."""
         return self.num_prompt + max(0, len(self.token_ids) - 1)
+
+    def start(self) -> None:
+        """It has a row from now on."""
+        self.started_s = time.perf_counter()
+        if self.request.sampling.has_penalties:
+            self.history = TokenHistory(self.request.sampling, self.request.prompt_token_ids)
 
     def add(self, token_id: int, logprob: float) -> None:
         """The next token that was chosen."""
@@ -175,5 +181,7 @@ class StopSearch:
             if len(start) <= place and marked.startswith(start):
                 break  # whole tokens, and then the part of one
         text, rest = self._decode(self._token_ids[self._num_before : count]), marked[len(start) : place]
+        if rest and self._is_special(self._token_ids[count]):
+            rest = ""  # the stop string begins within the name of a special token
         # Where the decoder strips the first space, here is one that `plain` does not have.
         return text + (rest if text or plain.startswith(rest[:1]) else rest[1:])

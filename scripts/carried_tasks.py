@@ -129,7 +129,8 @@ class Replay(Answerer):
         if digest != call.digest:
             raise ValueError(
                 f"{self.task} asks something else here than what was answered ({call.title}): another tokenizer or "
-                "context (--model), other task files or data, or another lm-eval; export and answer again"
+                "context (--model), other task files or data, or another version of lm-eval or of this program; export "
+                "and answer again"
             )
         return answers if call.generations else [tuple(score) for score in answers]
 

@@ -15,10 +15,11 @@ from transformers import (
 )
 
 from modules.decoder import Decoder
-from modules.generation import generate
+from modules.generation import _tell_of_penalties, generate
 from modules.penalties import TokenHistory, penalised
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams
+from scripts.command_line import configure_logging
 from tests.modules.played_graphs import PlayedGraphs, play_graphs
 from tests.modules.tiny_kinds import LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
@@ -122,7 +123,11 @@ def test_log_probabilities_stay_those_of_the_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_steps_in_graphs_take_the_penalties_and_none_runs_ahead(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_graphs_take_the_penalties_and_none_runs_ahead(
+    sampled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging()
+    _tell_of_penalties.cache_clear()
     options = {"temperature": 0.8, "top_k": 20, "min_p": 0.01, "seed": 4} if sampled else {}
     model = tiny_decoder(LLAMA, dtype=torch.float64)
     # One row without penalties among them.
@@ -132,6 +137,9 @@ def test_steps_in_graphs_take_the_penalties_and_none_runs_ahead(sampled: bool, m
     found = generate(model, batch, batch_size=3, eos_token_ids=(), warm_up=True)
     assert [result.token_ids for result in found] == alone
     assert seen.made and seen.steps_ahead("used") == seen.steps_ahead("discarded") == 0
+    generate(model, batch, batch_size=3, eos_token_ids=())
+    told = capsys.readouterr().err
+    assert told.count("the host chooses each token, since it knows those before; no decode step runs ahead") == 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PENALTIES if kind != "none"])

@@ -1,6 +1,8 @@
 """Where a text ends: stop strings over tokens of real tokenizers, special tokens among them."""
 
+import random
 from functools import partial
+from os.path import commonprefix
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -63,6 +65,9 @@ def text_of(decode: Decode, token_ids: list[int], *stop: str, prompt: list[int])
         (["▁Hello", "ST", *["<|x|>"] * 40, "OP", "▁now"], ["STOP"], "Hello", 43),
         (["▁ParisST", "<|x|>", "OP"], ["ST<|x|>OP"], "Paris", 3),
         (["<|x|>", "▁ParisST", "<|x|>", "OP"], ["ST<|x|>OP"], "Paris", 4),
+        # One that begins within the name of a special token: nothing of the name is given out.
+        (["▁Hello", "▁now", "<|end|>", "▁world"], ["d|> wor"], "Hello now", 4),
+        (["▁Hello", "<|end|>", "▁world"], ["end"], "Hello", 2),
         # The earliest of several.
         (["▁Hello", "ST", "OP"], ["OP", "ST", "P"], "Hello", 2),
         (["▁ParisST", "<|end|>"], ["ST<|end|>", "is"], "Par", 1),
@@ -78,6 +83,35 @@ def test_a_text_ends_before_its_first_stop_string(
         expected = f" {expected}"  # this decoder strips no space
     for prompt in (["▁Hello"], ["<s>"], ["▁Hello", "<|x|>"], ["▁"]):
         assert text_of(decode, token_ids, *stop, prompt=ids(tokenizer, *prompt)) == (expected, count)
+
+
+def test_any_part_of_any_text_stops_it_at_once_and_is_not_given_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    decode, draw = partial(decode_text, tokenizer), random.Random(5)
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    words = [token_id for token_id, piece in enumerate(pieces) if len(piece) > 1 and not piece.startswith("<0x")]
+    num_stopped = 0
+    for _ in range(300):
+        prompt, *token_ids = (
+            draw.choice(words) if draw.random() < 0.8 else draw.randrange(len(pieces))
+            for _ in range(draw.randint(2, 12))
+        )
+
+        def texts(count: int, prompt: int = prompt, token_ids: list[int] = token_ids) -> tuple[str, str]:
+            """What is given out, and what special tokens add to it."""
+            before, whole = decode([prompt], special=True), decode([prompt, *token_ids[:count]], special=True)
+            return decode(token_ids[:count]), whole[len(commonprefix([before, whole])) :]
+
+        source = draw.choice(texts(len(token_ids)))
+        start = draw.randrange(len(source) or 1)
+        stop = source[start : start + draw.randint(1, 6)]
+        if not stop or "\ufffd" in stop:  # half a character is none
+            continue
+        first = next(count for count in range(1, 13) if any(stop in text for text in texts(count)))
+        text, count = text_of(decode, token_ids, stop, prompt=[prompt])
+        assert count == first and text is not None, (pieces[prompt], stop)
+        assert stop not in text and texts(count)[0].startswith(text), (pieces[prompt], stop)
+        num_stopped += 1
+    assert num_stopped > 200
 
 
 def test_special_tokens_leave_the_spacing_of_their_neighbours(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -197,6 +197,11 @@ def test_min_p_of_the_model_is_followed_in_sampled_text_only(random_folder: Path
     of_generation_config(folder, do_sample=True, temperature=2.0, top_k=0, min_p=0.001, eos_token_id=1)
     assert infer(folder, tmp_path, *lines, max_new_tokens=8) != greedy
     assert infer(folder, tmp_path, *lines, max_new_tokens=8, temperature=0.0) == greedy
+    # A task that asks for sampled text and says no more gets the model's own way; any option replaces it.
+    options = {"max_gen_toks": 8, "do_sample": True}
+    of_generation_config(folder, do_sample=True, temperature=2.0, top_k=0, min_p=1.0, eos_token_id=1)
+    assert in_lm_eval(folder, ("a Hello", options)) == [greedy[0]["text"]]
+    assert in_lm_eval(folder, ("a Hello", options | {"temperature": 2.0})) != [greedy[0]["text"]]
 
 
 def test_what_is_followed_and_what_is_not_is_said_once(
