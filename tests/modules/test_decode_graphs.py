@@ -218,6 +218,31 @@ def test_a_step_ahead_that_is_discarded_leaves_no_trace(graphs_on_a_cpu: PlayedG
     assert pair[1].graphs.steps_ahead == {"used": 0, "discarded": 0}
 
 
+@pytest.mark.parametrize(
+    "other", [{"lengths": [4]}, {"steps": [9]}, {"sampling": [SamplingParams(temperature=1.0, seed=8)]}]
+)
+@torch.inference_mode()
+def test_a_step_ahead_is_not_taken_for_one_of_the_same_token_elsewhere(
+    graphs_on_a_cpu: PlayedGraphs, other: dict[str, Any]
+) -> None:
+    """Another row may have come to the same token, at another length or step, or sampled otherwise."""
+    model = tiny_decoder(LLAMA, dtype=torch.float64)
+    prompt = random_tokens(1, 9)[0].tolist()
+    found = []
+    for ahead in (True, False):
+        cache = model.new_cache(1, 64)
+        prefill(model, [prompt], cache.fresh_rows(range(1)))
+        graphs = DecodeGraphs(model, cache)
+        inputs = StepInputs([5], [9], [1], [SamplingParams(temperature=1.0, seed=3)])
+        first = graphs.run(inputs, ahead=ahead)
+        assert first is not None
+        result = graphs.run(replace(inputs.followed_by(first.token_ids), **other))
+        assert result is not None
+        found.append((result.token_ids, result.logprobs, result.logits.tolist()))
+        assert graphs.steps_ahead == {"used": 0, "discarded": int(ahead)}
+    assert found[0] == found[1]
+
+
 def compare_with_eager(model: Decoder, tolerance: float) -> None:
     """Replay sizes in mixed order, with rows in use that are not replayed, against eager steps of the same cache."""
     cache = model.new_cache(8, 64)

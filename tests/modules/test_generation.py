@@ -282,6 +282,26 @@ def test_densities_are_each_rows_own_and_of_its_decode_steps() -> None:
     assert stats.executions()["gather"] > 0 and model.stats is stats and not stats.row_counts
 
 
+@pytest.mark.parametrize("length", [1, 30])
+def test_the_density_of_an_answer_leaves_its_prompt_out(length: int) -> None:
+    """However long it is, and although every token of it selects for itself."""
+    model = tiny_decoder(LLAMA)
+
+    class OneNeuronWhileDecoding:
+        lookahead = 0
+
+        def select(self, hidden_states: torch.Tensor, context: SelectionContext) -> ActiveSet | None:
+            kept = 1 if context.phase == "decode" else 60
+            rows = hidden_states.shape[0] * hidden_states.shape[1]
+            return ActiveSet((torch.arange(80) < kept).expand(rows, -1))
+
+    apply_sparsity(model, {(layer, "mlp"): OneNeuronWhileDecoding() for layer in range(3)})
+    request = GenerationRequest(prompt_token_ids=list(range(3, 3 + length)), max_new_tokens=5)
+    assert generate(model, [request], eos_token_ids=NO_EOS)[0].mlp_density == 1 / 80
+    only_prompt = GenerationRequest(prompt_token_ids=request.prompt_token_ids, max_new_tokens=1)
+    assert generate(model, [only_prompt], eos_token_ids=NO_EOS)[0].mlp_density == 60 / 80
+
+
 def test_callbacks_and_timings_hear_of_every_token(llama: Decoder) -> None:
     heard: dict[int, list[tuple[int, float]]] = {}
     timings = GenerationTimings()

@@ -14,9 +14,11 @@ from analysis.results import Record, read_records
 from analysis.tables import all_tables
 from modules.checkpoint import load_model, random_model
 from modules.config import ModelConfig
+from modules.projections import ThinnedInput
 from modules.scoring import windows_likelihood
+from modules.sparsity import ActiveSet, SelectionContext
 from scripts.benchmark import hugging_face, one_gpu, shapes
-from scripts.benchmark.achieved import measure_achieved
+from scripts.benchmark.achieved import Shares, _watch_inputs, measure_achieved
 from scripts.benchmark.decoding_check import DecodingCheck, Limits
 from scripts.benchmark.engine import bytes_of_weights
 from scripts.benchmark.one_gpu import Options
@@ -24,7 +26,7 @@ from scripts.benchmark.random_predictors import Sizes, attach_random
 from scripts.benchmark.shapes import HF_CONFIGS
 from scripts.benchmark.step_bytes import predictor_parameters, step_bytes
 from sparse_predictor.budgets import predictors_id
-from sparse_predictor.selection import Selection, attach_selection
+from sparse_predictor.selection import Selection, apply_sparsity, attach_selection
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
@@ -135,6 +137,30 @@ def test_bytes_of_a_step_count_what_the_rows_together_compute(tmp_path: Path) ->
     assert predictor_parameters(model) == 0
     # At the same position of two rows the random selector draws the same units: their union is no larger.
     assert measure_achieved(model, texts, 20).unions["mlp"] == 0.5
+
+
+def test_what_is_achieved_while_decoding_leaves_the_prompt_out() -> None:
+    """All neurons of the prompt's tokens and one of each later one; of thinned inputs all and none."""
+    model = random_model(CONFIG)
+    num_prompt, units = 20, CONFIG.intermediate_size
+
+    class ByPlace:
+        lookahead = 0
+
+        def select(self, hidden_states: torch.Tensor, context: SelectionContext) -> ActiveSet:
+            kept = torch.where(context.positions < num_prompt, units, 1)
+            return ActiveSet((torch.arange(units) < kept[..., None]).flatten(0, 1))
+
+    apply_sparsity(model, {(layer, "mlp"): ByPlace() for layer in model.layers})
+    found = measure_achieved(model, [list(range(3, 30)), list(range(40, 67))], num_prompt)
+    assert found.densities["mlp"] == found.unions["mlp"] == pytest.approx(1 / units)
+
+    shares = Shares()
+    states = torch.ones(2, 27, 8)
+    states[:, num_prompt:] = 0.5
+    part = ThinnedInput(torch.nn.Linear(8, 4), threshold=0.9)
+    _watch_inputs(num_prompt, shares)(part, (states,))
+    assert shares.rows["mlp"] == shares.unions["mlp"] == [0.0]
 
 
 def test_a_density_that_does_not_come_out_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
