@@ -13,12 +13,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from loguru import logger
 
-from data.files import sha256_of
+from data.files import read_json, sha256_of
 from modules.checkpoint import load_model
-from modules.checkpoint_files import checkpoint_fingerprint
+from modules.checkpoint_files import MANIFEST_FILE, checkpoint_fingerprint
 from modules.decoder import Decoder
 from modules.requests import Decode
 from pipeline_parallel.engine import check_same_everywhere, parallelise
@@ -107,7 +108,7 @@ class RunOptions(ModelOptions):
 
 
 def model_name(model: str) -> str:
-    """What records call a model: the hub id as it is; for a folder its name (for NAME/checkpoint: NAME)."""
+    """What a model is called by where it lies: the hub id; for a folder its name (for NAME/checkpoint: NAME)."""
     path = Path(model)
     if not path.is_dir():
         return model
@@ -166,14 +167,24 @@ def _download(hub_id: str) -> Path:
     return directory
 
 
+class _Named(msgspec.Struct):
+    model_id: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model, or this rank's part of it, and what lies beside it. `model_id` is its name in records."""
+    """A model, or this rank's part of it, and what lies beside it. `model_id` names it in what is made from it."""
 
     model: Decoder
     directory: Path
     model_id: str
     mesh: ParallelMesh
+
+    @cached_property
+    def name(self) -> str:
+        """In records and tables: what the converter found the model to be called, else as its folder."""
+        manifest = self.directory / MANIFEST_FILE
+        return (read_json(manifest, _Named).model_id if manifest.is_file() else None) or self.model_id
 
     @cached_property
     def tokenizer(self) -> Any | None:

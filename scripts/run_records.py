@@ -30,7 +30,7 @@ def model_labels(loaded: LoadedModel, options: ModelOptions, label: str | None =
     """Of every record that is measured on this model with these flags; `label` is what --label calls the run."""
     mesh = loaded.mesh
     labels: dict[str, Any] = {
-        "model": loaded.model_id,
+        "model": loaded.name,
         "batch_size": options.batch_size,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "weights": "trained",

@@ -70,7 +70,7 @@ def main(options: Options) -> list[Record]:
         differences += [abs((here or 0.0) - (there or 0.0)) for here, there in pairs]
         densities.append(abs(ours.mlp_density - theirs.mlp_density) if place is None else 0.0)
     labels: dict[str, Any] = {
-        "model": loaded.model_id,
+        "model": loaded.name,
         "dtype": str(whole.dtype).removeprefix("torch."),
         "method": options.method,
         "tp_size": mesh.tp_size,

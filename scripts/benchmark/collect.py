@@ -62,7 +62,7 @@ def main(options: Options) -> Record:
     record = make_record(
         "collect",
         {
-            "model": loaded.model_id,
+            "model": loaded.name,
             "method": "dense",
             "num_tokens": num_tokens,
             "batch_size": options.batch_size,

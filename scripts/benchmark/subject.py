@@ -94,7 +94,7 @@ def load_subject(options: SubjectOptions, device: torch.device, *, num_layers: i
         model=model,
         hf_config=_hf_config(directory),
         labels={
-            "model": loaded.model_id,
+            "model": loaded.name,
             "weights": "trained",
             "dtype": dtype_name(model.dtype),
             "task": f"perplexity:{parse_corpus(options.corpus, side='test').label}",

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.model_loading import ModelOptions, resolve_device, resolve_model
+from pipeline_parallel.mesh import ParallelMesh
+from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
 from tests.modules.tiny_kinds import LLAMA
-from tests.modules.tiny_models import save_hf_folder
+from tests.modules.tiny_models import save_hf_folder, tiny_decoder
 from tests.scripts.tiny_prompts import words_folder
 
 
@@ -34,3 +35,16 @@ def test_a_model_writes_the_same_varied_documents_from_a_seed(tmp_path: Path) ->
         assert len({tuple(document) for document in first}) == 5
         assert list(islice(loaded.self_writer(quiet=True, max_tokens=100)(0), 5)) == first
         assert list(islice(loaded.self_writer(quiet=True)(1), 5)) != first
+
+
+def test_records_call_a_model_what_the_converter_found_it_to_be_called(tmp_path: Path) -> None:
+    def name(folder: Path) -> str:
+        mesh = ParallelMesh.single("cpu")
+        return LoadedModel(model=tiny_decoder(LLAMA), directory=folder, model_id="folder", mesh=mesh).name
+
+    assert name(tmp_path) == "folder"
+    (tmp_path / "manifest.json").write_text('{"format_version": 1, "model_id": "ORG/Name-1B", "files": {}}')
+    assert name(tmp_path) == "ORG/Name-1B"
+    (tmp_path / "manifest.json").write_text('{"model_id": 3}')
+    with pytest.raises(ValueError, match="manifest.json: `model_id`: expected"):
+        name(tmp_path)

@@ -85,7 +85,7 @@ def test_densities_of_dense_runs(
 
 @pytest.mark.parametrize("stage", ["infer", "evaluate", "agreement"])
 @pytest.mark.parametrize(
-    ("text", "message"), [('{"mlp": [0.5, 1.5]}', "mlp density must lie in (0, 1], got 1.5"), ("[]", ": expected")]
+    ("text", "message"), [('{"mlp": [0.5, 1.5]}', "`mlp[1]`: expected `float` <= 1.0, got 1.5"), ("[]", ": expected")]
 )
 def test_density_budgets(
     stage: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
