@@ -126,8 +126,8 @@ score_method() {
     local density
     "$1" "$2" --method "$2" --mlp-density "${densities[@]}" --predictors "$run_dir/calibration"
     if is_in "$2" "${budgets[@]}"; then
-        for density in "${densities[@]}"; do
-            "$1" "$2" --method "$2" --mlp-density "$density" --predictors "$run_dir/calibration" \
+        for density in "${densities[@]}"; do # which the budget says: of teal-all, MLPs may have more of it, or less
+            "$1" "$2" --method "$2" --predictors "$run_dir/calibration" \
                 --density-budget "$run_dir/budget_$2_$density.json"
         done
     fi
