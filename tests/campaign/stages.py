@@ -44,7 +44,7 @@ COMMANDS = {
     "collect": "scripts.collect --model checkpoint --corpus train.jsonl --output-dir {out} --max-tokens 1500"
     " --batch-size 4 --quiet",
     "train": "scripts.train --model checkpoint --activations store --output-dir {out} --steps 8 --batch-rows 64"
-    " --refine-steps 60 --refine-window 32 --batch-size 2 --closed-form-rows 256 --standin-tokens 256"
+    " --refine-steps 30 --refine-window 32 --batch-size 2 --closed-form-rows 256 --standin-tokens 256"
     " --calibration-tokens 128 --quiet",
     "budget": f"scripts.budget --model checkpoint --method predictor {SPARSE} --corpus train.jsonl --output {{out}}"
     " --tokens 64 --check-tokens 64 --window 32 --quiet",
@@ -52,7 +52,7 @@ COMMANDS = {
     f" --batch-size 4 --method predictor {SPARSE} --density-budget budget.json --quiet",
     "evaluate": f"scripts.evaluate --model checkpoint --corpus test.jsonl --output {{out}} --window 32"
     f" --method dense predictor static {SPARSE} 0.3 --quiet",
-    "write": "scripts.write_text --model checkpoint --output {out} --max-tokens 600 --num-words 0 --batch-size 2"
+    "write": "scripts.write_text --model checkpoint --output {out} --max-tokens 300 --num-words 0 --batch-size 2"
     " --quiet",
     "export": "scripts.carried_tasks export --model checkpoint --tasks tiny_choices,tiny_texts --include-path tasks"
     " --output {out} --limit 4 --quiet",
@@ -79,7 +79,7 @@ PRODUCTS = {
 # What continues an interrupted run; the others are started again as they were.
 RESUME = {stage: " --resume" for stage in ("collect", "infer", "evaluate", "write", "answer", "fold")}
 # What a file says about its making, which no two runs share.
-OF_THE_RUN = {"command_line", "git_commit", "environment", "timing", "provenance", "seconds", "created"}
+OF_THE_RUN = {"command_line", "git_commit", "environment", "timing", "provenance", "seconds", "created", "verify"}
 
 
 @dataclass(frozen=True)
