@@ -25,6 +25,7 @@ from analysis.drift_verdict import verdict
 from analysis.findings import RIVALS
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_range, format_ratio, format_share
 from analysis.results import Record
+from data.files import replace_file
 
 # Where all heads are active throughout, their densities are not worth two columns.
 NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
@@ -329,7 +330,7 @@ def update_readmes(
         raise ValueError(f"{', '.join(map(str, files))}: {have} none of the markers {markers}")
     for path, (text, replaced) in texts.items():
         if replaced:
-            path.write_text(text, encoding="utf-8")
+            replace_file(path, text.encode())
     return {path: replaced for path, (_, replaced) in texts.items()}
 
 

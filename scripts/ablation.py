@@ -28,11 +28,10 @@ from scripts.model_loading import Dtype, resolve_device
 from scripts.run_records import RecordBook
 from scripts.trained_models import (
     finished_records,
-    is_trained,
     keep_records,
     score,
     study_dtype,
-    train_and_keep,
+    train_once,
     training_identity,
     training_options,
 )
@@ -192,12 +191,15 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
     if (finished := finished_records(book, NAME, labels, made)) is not None:
         logger.info(f"{variant}, seed {seed}: its records are in {options.output}")
         return finished
-    if not is_trained(folder, identity):
-        model = initialised_model(config, seed=seed, device=device)
-        train_and_keep(
-            model, folder, text, training, identity, title=f"training {variant}, seed {seed}", quiet=options.quiet
-        )
-        del model
+    train_once(
+        lambda: initialised_model(config, seed=seed, device=device),
+        folder,
+        text,
+        training,
+        identity,
+        title=f"training {variant}, seed {seed}",
+        quiet=options.quiet,
+    )
     # From the file in either case, so that an interrupted run that is continued has the records of one that was not.
     model = load_model(folder, dtype=dtype, device=device)
     records = drift_records(

@@ -20,6 +20,7 @@ import scripts.collect
 import scripts.train
 from analysis.relufication import NAME, VARIANTS
 from analysis.results import Record, make_record
+from data.files import replace_file
 from modules.checkpoint import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
 from modules.checkpoint_files import checkpoint_fingerprint, open_source
 from modules.decoder import Decoder
@@ -33,13 +34,12 @@ from scripts.model_loading import Dtype, model_name, resolve_device, resolve_mod
 from scripts.run_records import RecordBook, selection_labels
 from scripts.trained_models import (
     finished_records,
-    is_trained,
     keep_records,
     loss_record,
     perplexity_record,
     score,
     study_dtype,
-    train_and_keep,
+    train_once,
     training_identity,
     training_options,
 )
@@ -176,10 +176,15 @@ def run_variant(
         return finished
     if is_trained_on:
         folder = options.output_dir / activation
-        if not is_trained(folder, identity):
-            model = with_activation(directory, activation, torch.float32, device)
-            train_and_keep(model, folder, text, training, identity, title=f"training {variant}", quiet=options.quiet)
-            del model
+        train_once(
+            lambda: with_activation(directory, activation, torch.float32, device),
+            folder,
+            text,
+            training,
+            identity,
+            title=f"training {variant}",
+            quiet=options.quiet,
+        )
         model = load_model(folder, dtype=dtype, device=device)
     else:
         model = with_activation(directory, activation, dtype, device)
@@ -262,7 +267,8 @@ def train_predictors(options: Options, text: TrainingText, folder: Path, predict
     # From the training stream: the corpora themselves also hold the text that is tested on.
     corpus = options.output_dir / "predictor-text.jsonl"
     windows = text.train[: options.predictor_tokens].split(options.window)
-    corpus.write_text("".join(json.dumps({"token_ids": window.tolist()}) + "\n" for window in windows))
+    lines = "".join(json.dumps({"token_ids": window.tolist()}) + "\n" for window in windows)
+    replace_file(corpus, lines.encode())
     how: dict[str, Any] = {"model": str(folder), "dtype": dtype, "device": options.device, "quiet": options.quiet}
     scripts.collect.main(
         scripts.collect.Options(

@@ -15,6 +15,7 @@ from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import read_records
 from analysis.tables import environment_lines, quality_tables, summary_markdown, update_readmes
+from data.files import disk_errors, only_writer, replace_file
 from scripts.command_line import progress, run_stage
 
 
@@ -40,14 +41,13 @@ def main(options: SummarizeOptions) -> None:
     if not options.results:
         raise ValueError("--results needs at least one file of result records")
     records = read_records(*options.results)
-    output_dir = options.output_dir
-    output_dir.mkdir(parents=True, exist_ok=True)
-
+    output_dir, report = options.output_dir, options.output_dir / "report.html"
     figures = all_figures(records)
-    save_figures(progress(figures.items(), "plots", quiet=options.quiet, unit="plot"), output_dir)
-    (output_dir / "summary.md").write_text(summary_markdown(records), encoding="utf-8")
-    report = output_dir / "report.html"
-    report.write_text(build_report(records, title=options.title, figures=figures), encoding="utf-8")
+    with only_writer(output_dir), disk_errors(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_figures(progress(figures.items(), "plots", quiet=options.quiet, unit="plot"), output_dir)
+        replace_file(output_dir / "summary.md", summary_markdown(records).encode())
+        replace_file(report, build_report(records, title=options.title, figures=figures).encode())
     if options.readme:
         for path, names in update_readmes(options.readme, records, options.tables).items():
             logger.info(f"{path}: rewrote {', '.join(names) or 'nothing'}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from loguru import logger
 from torch import Tensor
@@ -17,6 +18,7 @@ from analysis.results import Record, make_record
 from data.bootstrap import Resampling
 from data.corpora import parse_corpus
 from data.differences import differences
+from data.files import only_writer, read_json
 from modules.checkpoint_export import write_model
 from modules.checkpoint_files import MANIFEST_FILE
 from modules.decoder import Decoder
@@ -30,12 +32,32 @@ from scripts.training_text import TrainingText
 SCORED_TOGETHER = 16  # windows
 
 
+class _TrainedManifest(msgspec.Struct):
+    training: dict[str, Any] | None = None
+
+
+def train_once(
+    make_model: Callable[[], Decoder],
+    folder: Path,
+    text: TrainingText,
+    options: TrainingOptions,
+    identity: Mapping[str, Any],
+    *,
+    title: str,
+    quiet: bool,
+) -> None:
+    """As `train_and_keep`, unless that is done already; one process at a time trains into a folder."""
+    with only_writer(folder.with_name(f"{folder.name}.training")):
+        if not is_trained(folder, identity):
+            train_and_keep(make_model(), folder, text, options, identity, title=title, quiet=quiet)
+
+
 def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
     """Whether a folder holds the checkpoint of this training; ValueError if it holds that of another."""
     manifest = folder / MANIFEST_FILE
     if not manifest.is_file():
         return False
-    there = json.loads(manifest.read_text()).get("training")
+    there = read_json(manifest, _TrainedManifest).training
     if there != identity:
         found = "; ".join(differences(there or {}, identity, "there"))
         raise ValueError(f"{folder} was trained otherwise ({found}); choose another --output-dir")

@@ -7,6 +7,7 @@ the rest is the training stream. The tokenizer is a model's own, or a byte-level
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -14,12 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from loguru import logger
 from torch import Tensor
 
 from data.corpora import iter_documents, parse_corpus
+from data.files import changed_files, read_json, replace_file, sha256_of, write_json
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
 from scripts.model_loading import TOKENIZER_FILES
@@ -111,23 +114,54 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def prepare_text(folder: Path, plan: TextPlan, *, quiet: bool = False) -> TrainingText:
     """The text of a plan, read from `folder` if an earlier run (or one that runs beside this) has put it there.
 
-    ValueError for a folder that holds another text, or for corpora too small for the plan.
+    ValueError for a folder that holds another text, or for corpora too small for the plan. What is damaged is told and
+    prepared again.
     """
     plan.check()
     identity = plan.identity()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second reads what the first has made
-        manifest = folder / "manifest.json"
-        if not manifest.is_file():
+        parts = _kept_text(folder, identity)
+        if parts is None:
             _write_text(folder, plan, quiet)
-            manifest.write_text(json.dumps({"identity": identity, **asdict(plan)}, indent=2) + "\n")
-        elif (there := json.loads(manifest.read_text()).get("identity")) != identity:
-            raise ValueError(f"{folder} holds another text ({there}, not {identity}); choose another --output-dir")
-    parts = {name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in STREAMS}
+            names = [f"{name}.npy" for name in STREAMS]
+            names += [] if plan.tokenizer_dir is not None else [path.name for path in tokenizer_files(folder)]
+            sums = {name: sha256_of(folder / name) for name in names}
+            write_json(folder / "manifest.json", {"identity": identity, "sums": sums, **asdict(plan)})
+            parts = _streams(folder)
     windows = {name: parts[name].long().view(-1, plan.window) for name in STREAMS[1:]}
     tokenizer_dir = folder if plan.tokenizer_dir is None else Path(plan.tokenizer_dir)
     return TrainingText(train=parts["train"], **windows, tokenizer_dir=tokenizer_dir, identity=identity)
+
+
+class _TextManifest(msgspec.Struct):
+    """`sums`: sha256 of each file; folders of older versions have none."""
+
+    identity: str
+    sums: dict[str, str] = {}
+
+
+def _kept_text(folder: Path, identity: str) -> dict[str, Tensor] | None:
+    """The streams that lie in a folder; None if there are none, or if they are damaged, which is told."""
+    try:
+        there = read_json(folder / "manifest.json", _TextManifest)
+        if there.identity != identity:
+            problem = f"{folder} holds another text ({there.identity}, not {identity}); choose another --output-dir"
+        elif not (changed := changed_files(folder, there.sums)):
+            return _streams(folder)
+        else:
+            raise ValueError(f"{', '.join(changed)}: not as written")
+    except FileNotFoundError:
+        return None
+    except (ValueError, EOFError) as error:
+        logger.warning(f"{folder} is damaged ({error}): the text is prepared again")
+        return None
+    raise ValueError(problem)
+
+
+def _streams(folder: Path) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in STREAMS}
 
 
 def _write_text(folder: Path, plan: TextPlan, quiet: bool) -> None:
@@ -168,7 +202,9 @@ def _write_text(folder: Path, plan: TextPlan, quiet: bool) -> None:
         if name == "train" and len(stream) < count:
             logger.info(f"{len(stream)} tokens of training text: {count / max(1, len(stream)):.1f} epochs")
         whole = len(stream) if name == "train" else len(stream) // plan.window * plan.window
-        np.save(folder / f"{name}.npy", stream[:whole])
+        content = io.BytesIO()
+        np.save(content, stream[:whole])
+        replace_file(folder / f"{name}.npy", content.getbuffer())
 
 
 def _texts(spec: str, side: Any) -> Iterator[str]:

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 
 import scripts.ablation
 import scripts.training_text
 from analysis.results import Record, read_records
 from data.corpora import Document, iter_documents
+from data.files import only_writer
 from modules.checkpoint import load_model
 from scripts.ablation import VARIANTS, Options, main, num_parameters, variant_config
+from scripts.trained_models import train_once
 from scripts.training_text import TextPlan, encode, prepare_text, train_tokenizer
 
 WORDS = (
@@ -158,6 +161,47 @@ def test_documents_are_held_out_whole_and_each_token_is_somewhere(tmp_path: Path
     documents = [tuple(trained[start:stop]) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
     held = tuple(text.held_out.flatten().tolist())
     assert not any(document[:16] == held[:16] for document in documents)
+
+
+def test_a_damaged_text_is_told_and_prepared_again(tmp_path: Path) -> None:
+    flags, folder = write_text(tmp_path, documents=200), tmp_path / "text"
+    plan = TextPlan(
+        corpora=flags["corpus"], other_corpus=flags["test_corpus"], vocab_size=300, train_tokens=10**4,
+        calibration_tokens=64, test_tokens=64, window=16,
+    )  # fmt: skip
+    text = prepare_text(folder, plan, quiet=True)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    without_sums = json.dumps({**json.loads(whole["manifest.json"]), "sums": {}}).encode()
+    changed = whole["train.npy"][:-1] + bytes([whole["train.npy"][-1] ^ 1])
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}")
+    for spoiled in (
+        {"train.npy": b""},
+        {"train.npy": bytes(len(whole["train.npy"]))},
+        {"train.npy": changed},
+        {"tokenizer.json": b"{}"},
+        {"manifest.json": b""},
+        {"manifest.json": b'{"identity": null}'},
+        {"manifest.json": without_sums, "other.npy": whole["other.npy"][:-8]},
+    ):
+        for name, content in spoiled.items():
+            (folder / name).write_bytes(content)
+        assert torch.equal(prepare_text(folder, plan, quiet=True).train, text.train)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+        assert f"{folder} is damaged (" in said.pop() and not said
+    (folder / "manifest.json").write_bytes(without_sums)  # of an older version
+    assert torch.equal(prepare_text(folder, plan, quiet=True).other, text.other) and not said
+    logger.remove(sink)
+
+
+def test_one_process_at_a_time_trains_a_model(tmp_path: Path) -> None:
+    folder: Any = tmp_path / "silu-0"
+    nothing: Any = None
+    with (
+        only_writer(tmp_path / "silu-0.training"),
+        pytest.raises(BlockingIOError, match="silu-0.training is being written by process"),
+    ):
+        train_once(lambda: pytest.fail("it began"), folder, nothing, nothing, {}, title="", quiet=True)
 
 
 def test_a_tokenizer_that_was_moved_is_the_same_and_one_that_was_changed_is_not(tmp_path: Path) -> None:
