@@ -136,19 +136,25 @@ def _effects_table(effects: Sequence[ReportedEffects]) -> Table | None:
         interaction = EMPTY_CELL
         if largest is not None:
             interaction = f"{' × '.join(largest[0])} {_cell(largest[1], scale=each.scale, signed=True)}"
-        rows.append((each.title, each.unit or EMPTY_CELL, *cells, interaction))
+        rows.append((each.title, each.unit or EMPTY_CELL, *cells, interaction, _measured_on(each)))
     headings = [" instead of ".join(LEVEL_NAMES[level] for level in reversed(FACTORS[factor])) for factor in factors]
-    first = effects[0].effects
-    seeds = ", ".join(map(str, first.seeds))
-    left_out = ", ".join(map(str, first.incomplete_seeds))
-    return Table(
-        title="ablation: effects",
-        columns=("outcome", "unit", *headings, "largest interaction"),
-        rows=tuple(rows),
-        caption=f"{first.num_models} models; paired differences, mean over the other factors, {INTERVALS} (Student's t "
-        f"over seeds {seeds}; interactions: Bonferroni over all pairs)"
-        + (f"; seeds left out, as models are missing: {left_out}" if left_out else ""),
+    left_out = sorted({seed for each in effects for seed in each.effects.incomplete_seeds})
+    columns = ("outcome", "unit", *headings, "largest interaction", "measured on")
+    caption = (
+        f"paired differences, mean over the other factors, {INTERVALS} (Student's t over seeds; interactions: "
+        "Bonferroni over all pairs)"
     )
+    if len(same := {row[-1] for row in rows}) == 1:  # a column that says one thing is a caption
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+        caption = f"{same.pop()}; {caption}"
+    if left_out:
+        caption += f"; seeds left out of some rows, as models are missing: {', '.join(map(str, left_out))}"
+    return Table(title="ablation: effects", columns=columns, rows=tuple(rows), caption=caption)
+
+
+def _measured_on(reported: ReportedEffects) -> str:
+    effects = reported.effects
+    return f"{effects.num_models} models, seeds {', '.join(map(str, effects.seeds))}"
 
 
 def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects]) -> Table | None:
@@ -166,11 +172,14 @@ def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects])
     if not rows:
         return None
     headings = [f"{each.title}{f' ({each.unit})' if each.unit else ''}".replace("points", "%") for each in effects]
+    counts = [len(each.effects.seeds) for each in effects]
+    if len(set(counts)) > 1:
+        headings = [f"{title}, {count} seeds" for title, count in zip(headings, counts, strict=True)]
     return Table(
         title="ablation: models",
         columns=(*FACTORS, *headings),
         rows=tuple(rows),
-        caption="means over seeds",
+        caption="means over seeds" if len(set(counts)) > 1 else f"means over {counts[0]} seeds",
     )
 
 

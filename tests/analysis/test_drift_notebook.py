@@ -59,7 +59,7 @@ def test_the_notebook_runs_on_the_committed_records(monkeypatch: pytest.MonkeyPa
     }  # fmt: skip
     assert sum(isinstance(each, Figure) for each in shown) == 7
     pages = [each.data for each in shown if isinstance(each, Markdown)]
-    assert "24 models; paired differences" in "".join(pages), "the repeat is not counted as more models"
+    assert "24 models, seeds 0, 1, 2 |" in "".join(pages), "the repeat is not counted as more models"
 
 
 def test_a_relative_path_of_records_starts_at_the_repository_root(

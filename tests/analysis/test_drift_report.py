@@ -140,7 +140,7 @@ def test_the_tables_hold_values_with_their_intervals(study: list[Record]) -> Non
     )  # fmt: skip
     zeros = next(row for row in effects.rows if row[0] == "activations that are exactly zero")
     assert zeros[1:5] == ("points", "-90 [-90, -90]", "+0 [+0, +0]", "+0 [+0, +0]")
-    assert effects.caption.startswith("16 models; paired differences") and "over seeds 0, 1;" in effects.caption
+    assert effects.caption.startswith("16 models, seeds 0, 1; paired differences")
     assert len(tables["ablation"][1].rows) == 8
     perplexity = next(row for row in tables["relufication"][0].rows if row[0] == "held-out perplexity")
     # hypot(0.4, 0.4) = 0.566 to either side of 0.8.

@@ -6,6 +6,7 @@ import pytest
 
 from analysis.ablation_effects import reported_effects
 from analysis.drift_factor_text import factor_text, relufication_text
+from analysis.drift_tables import study_tables
 from analysis.results import Record
 from tests.analysis.made_up_drift import ablation, record
 
@@ -67,6 +68,19 @@ def test_r_precision_of_fewer_models_than_recall_says_so() -> None:
     few, as_many = (told(*recalls(), *r_precisions(-0.1, 0.001, seeds=seeds)) for seeds in (2, 3))
     assert few.count("(means over 16 small models, paired over 2 seeds)") == 1
     assert few.count("(means over 24 small models, paired over 3 seeds)") == 1 == as_many.count("(means over")
+
+
+def test_a_table_of_effects_says_of_each_row_what_it_was_measured_on() -> None:
+    effects, models, *_ = study_tables("ablation", [*recalls(), *r_precisions(-0.1, 0.001, seeds=2)])
+    measured = {row[0]: row[-1] for row in effects.rows}
+    assert effects.columns[-1] == "measured on"
+    assert measured["recall of neurons at density 0.5, look-ahead 1"] == "24 models, seeds 0, 1, 2"
+    assert measured["R-precision of neurons, look-ahead 1"] == "16 models, seeds 0, 1"
+    assert effects.caption.startswith("paired differences") and models.caption == "means over seeds"
+    assert "R-precision of neurons, look-ahead 1 (%), 2 seeds" in models.columns
+    effects, models, *_ = study_tables("ablation", recalls())
+    assert "measured on" not in effects.columns and effects.caption.startswith("24 models, seeds 0, 1, 2; paired")
+    assert models.caption == "means over 3 seeds"
 
 
 def test_one_seed_of_r_precision_settles_nothing() -> None:
