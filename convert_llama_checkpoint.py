@@ -60,7 +60,7 @@ LLAMA3_SPLIT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Convert a Llama or OPT checkpoint into one file a layer."""
+    """Convert a Llama or OPT checkpoint into one file per layer."""
 
     source: str
     """A Hugging Face hub id, a folder with config.json and safetensors or .bin weights, or a .gguf file."""

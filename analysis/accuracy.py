@@ -1,4 +1,4 @@
-"""Lines up the accuracy of every setting over tasks: one row a density and method, one column a task.
+"""Lines up the accuracy of every setting over tasks: one row per density and method, one column per task.
 
 A task whose dense accuracy lies less than two standard errors above chance cannot tell a good method from a bad one:
 it is named, and left out of the mean.
@@ -82,7 +82,7 @@ class AccuracyComparison:
 
 
 def compare_accuracy(records: Sequence[Record]) -> list[AccuracyComparison]:
-    """One comparison a model; rows dense first, then by falling density and by method."""
+    """One comparison per model; rows dense first, then by falling density and by method."""
     found = compare(records)
     models: dict[str, list[Comparison]] = {}
     for cell in found:

@@ -1,4 +1,4 @@
-"""Mean accuracy against density, a line a method, and how well each layer was chosen on the accuracy tasks."""
+"""Mean accuracy against density, a line per method, and how well each layer was chosen on the accuracy tasks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plot_accuracy(found: AccuracyComparison) -> Figure | None:
 
 
 def plot_accuracy_layers(found: AccuracyComparison) -> Figure | None:
-    """Recall and precision a layer, the mean over tasks."""
+    """Recall and precision per layer, the mean over tasks."""
     return plot_layer_quality([_with_mean_layers(row) for row in found.rows])
 
 

@@ -1,4 +1,4 @@
-"""Accuracy for people: a line a density and method, a column a task, the mean and what it loses to dense."""
+"""Accuracy for people: a line per density and method, a column per task, the mean and what it loses to dense."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Columns = list[tuple[str, Callable[[AccuracyRow], str]]]
 
 
 def accuracy_tables(records: Sequence[Record]) -> list[Table]:
-    """One table a model, and one of the members of each group of tasks."""
+    """One table per model, and one of the members of each group of tasks."""
     tables = []
     for found in compare_accuracy(records):
         tables.append(_table(found))

@@ -1,4 +1,4 @@
-"""All-reduce + residual + norm, for people: a line a size, ours and the others' microseconds side by side."""
+"""All-reduce + residual + norm, for people: a line per size, ours and the others' microseconds side by side."""
 
 from __future__ import annotations
 

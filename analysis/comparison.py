@@ -73,7 +73,7 @@ class Comparison:
     speed_range: list[float] | None = None
     generating_mlp_density: float | None = None  # in the decoding whose speed this is
     tasks_mlp_density: float | None = None  # mean over the accuracy tasks of this setting
-    layers: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)  # block -> quantity -> one a layer
+    layers: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)  # block -> quantity -> one per layer
     labels: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Decoding in one process, for people: a line a setting, with its speed and its ratios to what was timed beside it."""
+"""Decoding in one process, for people: a line per setting, its speed and its ratios to what was timed beside it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_one_gpu_decode(record: Record) -> bool:
 
 
 def decode_tables(records: Sequence[Record]) -> list[Table]:
-    """One table a card: its clock and its memory are in every number."""
+    """One table per card: its clock and its memory are in every number."""
     cards: dict[str, list[Record]] = {}
     for record in records:
         cards.setdefault(device_of(record), []).append(record)

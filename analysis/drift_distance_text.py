@@ -99,7 +99,7 @@ def _recall_sentences(facts: DistanceFacts) -> list[str]:
 
 
 def _loss_sentence(facts: DistanceFacts) -> str:
-    """In nats a token, ln(perplexity / dense): those at look-ahead 0 are lost without distance."""
+    """In nats per token, ln(perplexity / dense): those at look-ahead 0 are lost without distance."""
     if not facts.loss_rise:
         return ""
     start, told = facts.loss.get(0), []

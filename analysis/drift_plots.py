@@ -36,7 +36,7 @@ POINT_NAMES = {
 
 
 def plot_cosine_layers(records: Sequence[Record]) -> Figure | None:
-    """Heat maps of the cosine between layers: a panel a variant, a column a layer, a line a look-ahead."""
+    """Heat maps of the cosine between layers: a panel per variant, a column per layer, a line per look-ahead."""
     found = cosine_records(records)
     panels = {variant: by_label(chosen(found, "cosine", variant=variant), "lookahead") for variant in COSINE_VARIANTS}
     panels = {

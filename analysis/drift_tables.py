@@ -54,7 +54,7 @@ def _cell(estimate: Estimate | None, *, scale: float = 1.0, signed: bool = False
 
 
 def _distance_table(model: str, records: Sequence[Record]) -> Table | None:
-    """A line a look-ahead: how alike states are, and what a predictor loses."""
+    """A line per look-ahead: how alike states are, and what a predictor loses."""
     columns: list[tuple[str, Mapping[Any, Estimate], float, bool]] = [
         (f"cosine, {variant.replace('_', ' ')}", by_lookahead, 1.0, False)
         for variant, by_lookahead in cosines(records).items()
@@ -88,7 +88,7 @@ def _distance_table(model: str, records: Sequence[Record]) -> Table | None:
 
 
 def _trait_table(records: Sequence[Record], name: str) -> Table | None:
-    """A line a model, of the ablation an activation function: what the sets of active neurons are like."""
+    """A line per model, of the ablation an activation function: what the sets of active neurons are like."""
     models = compared_models(records)
     columns: list[tuple[str, Callable[[Sequence[Record]], Estimate | None]]] = [
         ("exactly zero (%)", lambda found: _of_models(chosen(found, "exact_zeros"))),
@@ -125,7 +125,7 @@ def _of_models(records: Sequence[Record]) -> Estimate | None:
 
 
 def _effects_table(effects: Sequence[ReportedEffects]) -> Table | None:
-    """A line an outcome, a column a factor."""
+    """A line per outcome, a column per factor."""
     if not effects:
         return None
     factors = [factor for factor in FACTORS if any(factor in each.effects.main for each in effects)]
@@ -158,7 +158,7 @@ def _measured_on(reported: ReportedEffects) -> str:
 
 
 def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects]) -> Table | None:
-    """A line a kind of model: the mean of each outcome over seeds."""
+    """A line per kind of model: the mean of each outcome over seeds."""
     known_records = with_derived(records)
     values = [outcome_values(known_records, each.effects.outcome) for each in effects]
     kinds = sorted({levels for by_seed in values for cells in by_seed.values() for levels in cells})

@@ -25,7 +25,7 @@ FACTOR_COLOURS = dict(zip(FACTORS, SERIES_COLOURS, strict=False))
 
 
 def plot_rank_and_text(records: Sequence[Record]) -> Figure | None:
-    """Recall against the predictor's rank and against the amount of calibration text, a line a look-ahead."""
+    """Recall against the predictor's rank and against the amount of calibration text, a line per look-ahead."""
     panels = {}
     for study, (label, title) in STUDIES.items():
         lines: dict[tuple[str, int], Mapping[Any, Estimate]] = {}
@@ -62,7 +62,7 @@ def model_style(i: int) -> tuple[str, str, str]:
 
 
 def plot_energy(records: Sequence[Record]) -> Figure | None:
-    """How much of the MLP's output the largest neurons hold, a line a model; of the ablation one an activation."""
+    """How much of the MLP's output the largest neurons hold, a line per model; of the ablation one per activation."""
     lines = {}
     for name, found in compared_models(records).items():
         estimates = pooled(chosen(found, "energy_share"), "top_share")
@@ -83,7 +83,7 @@ def plot_energy(records: Sequence[Record]) -> Figure | None:
 
 
 def plot_reuse(records: Sequence[Record]) -> Figure | None:
-    """Active neurons that are active again, a line a model: at the next token, layer by layer; and layers later.
+    """Active neurons that are active again, a line per model: at the next token, layer by layer; and layers later.
 
     Dotted: what the records compare it with, chance or neurons that are often active anyway.
     """
@@ -146,7 +146,7 @@ def _mean_layers(models: Sequence[Sequence[float | None]]) -> dict[int, float]:
 
 
 def plot_effects(records: Sequence[Record]) -> Figure | None:
-    """The factors' effects on prediction with their intervals: a panel a unit, a line an outcome and factor.
+    """The factors' effects on prediction with their intervals: a panel per unit, a line per outcome and factor.
 
     What models are like beside that (zeros, energy, cosines) is in the tables: it would set the scale.
     """

@@ -78,7 +78,7 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number with its labels, 95 % interval (None: of one group only) and a value a layer (None: no such pair)."""
+    """One number with its labels, 95 % interval (None: of one group only), a value per layer (None: no such pair)."""
 
     metric: str
     labels: dict[str, Any]
@@ -139,7 +139,7 @@ class StateMoments:
 
 
 class DriftSums:
-    """Cosines and relative updates, summed a group of rows and kind of token (first, ordinary)."""
+    """Cosines and relative updates, summed per group of rows and kind of token (first, ordinary)."""
 
     def __init__(self, source: StateSource, moments: StateMoments, lookaheads: Sequence[int]) -> None:
         self.moments, self.lookaheads = moments, list(lookaheads)
@@ -274,7 +274,7 @@ def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, there: Tensor, num_layers: int) -> list[float | None]:
-    """The values of the pairs that are there as one a layer."""
+    """The values of the pairs that are there as one per layer."""
     numbers: Iterable[float] = iter(values.tolist())
     found: list[float | None] = [next(iter(numbers)) if here else None for here in there.tolist()]
     return found + [None] * (num_layers - len(found))

@@ -1,4 +1,4 @@
-"""The engine's speed on several ranks, for people: a line a batch, the ways to add up the ranks' parts side by side."""
+"""The engine's speed on several ranks, for people: a line per batch, the ways to add up ranks' parts side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = {"shape", "model", "batch_size", "all_reduce", "overlap_tokens", *CUT}
 
 
 def is_of_engine(record: Record) -> bool:
-    """Whether a record belongs in such a table: tokens a second of ranks that share a model."""
+    """Whether a record belongs in such a table: tokens per second of ranks that share a model."""
     labels = record["labels"]
     has_labels = {"tp_size", "batch_size"} <= set(labels) and ("shape" in labels or "model" in labels)
     return has_labels and record["name"] in NAMES and record["metric"] == "tokens_per_s"

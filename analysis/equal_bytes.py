@@ -116,7 +116,7 @@ def _summary(best: Sequence[tuple[float, str]]) -> str:
 
 
 def curves_of(rows: Iterable[Comparison], axis: Axis = MLP_BYTES) -> list[Curve]:
-    """One curve a series of the methods that can be run; of points with the same bytes the lowest.
+    """One curve per series of the methods that can be run; of points with the same bytes the lowest.
 
     A recipe of the predictor that another one beats wherever both were measured does not stand for it, not even where
     it alone was measured; rivals keep all of theirs.

@@ -29,7 +29,7 @@ class Table:
         return "\n".join(lines)
 
     def to_text(self) -> str:
-        # Headings are stacked a word a line, so that the table fits a terminal.
+        # Headings are stacked a word per line, so that the table fits a terminal.
         stacks = [column.split() for column in self.columns]
         height = max(map(len, stacks))
         headings = zip(*([""] * (height - len(stack)) + stack for stack in stacks), strict=True)

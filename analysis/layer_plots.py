@@ -1,4 +1,4 @@
-"""Heat maps over layers: a line a setting, a column a layer."""
+"""Heat maps over layers: a line per setting, a column per layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}
 
 
 def plot_layer_quality(rows: Sequence[Comparison]) -> Figure | None:
-    """Heat maps of each layer's recall and precision: a line a setting, a column a layer."""
+    """Heat maps of each layer's recall and precision: a line per setting, a column per layer."""
     return _plot_layers(rows, ("recall", "precision"))
 
 

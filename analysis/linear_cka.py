@@ -39,7 +39,7 @@ MIN_ROWS = 4  # HSIC1 divides by n - 3
 
 
 class CkaSums:
-    """HSIC1 of all pairs of states, summed a unit of the source."""
+    """HSIC1 of all pairs of states, summed per unit of the source."""
 
     def __init__(self, source: StateSource, moments: StateMoments, lookaheads: Sequence[int]) -> None:
         self.moments, self.lookaheads, self.num_units = moments, list(lookaheads), source.num_units

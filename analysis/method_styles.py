@@ -56,7 +56,7 @@ def _line_order(point: Point) -> tuple[int, str, str, float]:
 
 
 def draw_lines(axes: Axes, points: Sequence[Point]) -> None:
-    """A line a series; bars of one standard error where the points have one."""
+    """A line per series; bars of one standard error where the points have one."""
     styles = styles_of([point.setting for point in points])
     for label, members in series_of(points).items():
         colour, marker, dash = styles[label]

@@ -40,7 +40,7 @@ def all_figures(records: Sequence[Record]) -> dict[str, Figure]:
     figures: dict[str, Figure | None] = {}
     for found in compare_accuracy(records):
         figures[f"{found.model}: accuracy against MLP density"] = plot_accuracy(found)
-        figures[f"{found.model}, accuracy tasks: recall and precision a layer"] = plot_accuracy_layers(found)
+        figures[f"{found.model}, accuracy tasks: recall and precision per layer"] = plot_accuracy_layers(found)
     scored = [row for row in compare(records) if row.name == "perplexity"]
     for (model, task, metric), rows in group_by_task(scored).items():
         subject = f"{model}, {task}"
@@ -49,8 +49,8 @@ def all_figures(records: Sequence[Record]) -> dict[str, Figure]:
         figures[f"{subject}: {metric} against MLP bytes read"] = plot_against_bytes(rows)
         figures[f"{subject}: {metric} against layer bytes read"] = plot_against_layer_bytes(rows)
         figures[f"{subject}: decoding speed"] = plot_speed(rows)
-        figures[f"{subject}: recall and precision a layer"] = plot_layer_quality(rows)
-        figures[f"{subject}: achieved density a layer"] = plot_layer_density(rows)
+        figures[f"{subject}: recall and precision per layer"] = plot_layer_quality(rows)
+        figures[f"{subject}: achieved density per layer"] = plot_layer_density(rows)
     figures |= drift_figures(records)
     return {title: figure for title, figure in figures.items() if figure is not None}
 
@@ -83,7 +83,7 @@ def save_figures(figures: Iterable[tuple[str, Figure]], output_dir: str | os.Pat
 
 
 def plot_against_density(rows: Sequence[Comparison], *, block: str = "mlp") -> Figure | None:
-    """Ratio to dense over one kind of block's density (the achieved one, where known), a line a method."""
+    """Ratio to dense over one kind of block's density (the achieved one, where known), a line per method."""
     if block == "mlp":
         chosen = [row for row in rows if row.mlp_density < 1 or row.head_density == 1]
         axis = "MLP density (share of neurons active)"

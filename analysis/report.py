@@ -17,7 +17,7 @@ from analysis.tables import all_tables, environment_lines, section_title
 
 DEFINITIONS = (
     "A unit is an MLP neuron or an attention head; density is the share of units that are active, and 1.0 "
-    "is the dense model. Every method but dense chooses its units a token: oracle from the true outputs "
+    "is the dense model. Every method but dense chooses its units per token: oracle from the true outputs "
     "(a bound, no gain in speed), predictor from a small trained network, cats by the gate's size, teal "
     "by thinning out the MLP matrices' inputs (teal-all and wina-unrotated: those of attention, too, so that head "
     "density is a share of its inputs; wina-unrotated weighs them by their columns, without the rotation of WINA's "

@@ -1,4 +1,4 @@
-"""Result records: one JSON object a line, each with the environment it was measured in.
+"""Result records: one JSON object per line, each with the environment it was measured in.
 
 A record says what was measured (`name`, `metric`, `value`, `unit`), under which conditions (`labels`),
 against what (`baseline`, `ratio`), and where (`environment`). Further top-level keys are allowed and kept:

@@ -201,7 +201,7 @@ def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
-    """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table a GPU), the
+    """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table per GPU), the
     engine's `decode` and `prefill`, the three of the drift study, and one for every other name of record."""
     tables = {}
     records = with_one_ceiling(records)

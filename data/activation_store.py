@@ -262,7 +262,7 @@ class ActivationStore:
 
     @property
     def num_rows(self) -> int:
-        """Valid rows: one a token."""
+        """Valid rows: one per token."""
         return self.manifest.num_rows
 
     @property
@@ -309,7 +309,7 @@ class ActivationStore:
         return bits.view(np.bool_)
 
     def row_ranges(self, split: str) -> list[tuple[int, int]]:
-        """The row ranges [start, stop) of one split, one a document or piece, in row order."""
+        """The row ranges [start, stop) of one split, one per document or piece, in row order."""
         if split not in SPLITS:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         return [(entry.start, entry.stop) for entry in self.documents if entry.split == split]

@@ -27,7 +27,7 @@ FACTORS = {2: "doubles", 3: "triples"}
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One story; `reasoning` is one equation a step, and `answer` what the last one comes to."""
+    """One story; `reasoning` is one equation per step, and `answer` what the last one comes to."""
 
     question: str
     reasoning: str

@@ -5,7 +5,7 @@ A spec is one of
     wikitext[:SPLIT]      WikiText-2 raw, through `datasets`, streamed (train, validation, test)
     c4[:SPLIT]            C4 English, likewise (train, validation)
     FILE.txt, FILE.raw    plain text, UTF-8
-    FILE.jsonl[.gz]       an object a line: `text`, else `prompt`; or `token_ids`, text already tokenised
+    FILE.jsonl[.gz]       an object per line: `text`, else `prompt`; or `token_ids`, text already tokenised
     self[:SEED]           text that the model writes itself from that seed
 
 The two sides never meet unless a spec says so: `train` (collection) takes split train and seed 0, `test`

@@ -1,11 +1,11 @@
 """What an activation store holds: its files and their shapes, and which part of them one process writes.
 
-The files are raw little-endian arrays in C order without a header, one row a token:
+The files are raw little-endian arrays in C order without a header, one row per token:
 
     token_ids.mmap     int32    [rows]
     mlp_x_{i}.mmap     float16  [rows, hidden_size]           residual before the MLP's norm
     mlp_label_{i}.mmap float16  [rows, intermediate_size]     act(gate) * up, or what follows the activation
-                       packed: uint8 [rows, ceil(intermediate_size / 8)], a bit a neuron, lowest bit first
+                       packed: uint8 [rows, ceil(intermediate_size / 8)], a bit per neuron, lowest bit first
     att_x_{i}.mmap     float16  [rows, hidden_size]           residual before the attention's norm
     att_label_{i}.mmap float16  [rows, num_attention_heads]   L2 norm of each query head's output
 

@@ -1,4 +1,4 @@
-"""The checkpoint on disk, written and read here: one file a layer, Hugging Face's names, loaded strictly.
+"""The checkpoint on disk, written and read here: one file per layer, Hugging Face's names, loaded strictly.
 
     config.json          the Hugging Face config (its dtype is that of the files)
     manifest.json        what is here: sizes, names, shapes, where it came from

@@ -83,7 +83,7 @@ OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
 
 
 def parts(config: ModelConfig) -> list[str]:
-    """The parts of a checkpoint in reading order: embeddings, one a layer, head."""
+    """The parts of a checkpoint in reading order: embeddings, one per layer, head."""
     return [EMBEDDINGS, *(str(layer_idx) for layer_idx in range(config.num_hidden_layers)), HEAD]
 
 

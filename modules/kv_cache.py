@@ -1,4 +1,4 @@
-"""Static key-value cache: one fixed allocation, one length a row, so ragged batches need no left padding.
+"""Static key-value cache: one fixed allocation, one length per row, so ragged batches need no left padding.
 
 Legend: B rows of a forward pass, G key-value heads, T tokens, S positions, H head_dim.
 """

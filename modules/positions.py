@@ -9,7 +9,7 @@ from modules.config import ModelConfig
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Angular frequency of each pair of head dims, radians a position: float32 [head_dim / 2]."""
+    """Angular frequency of each pair of head dims, radians per position: float32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling

@@ -68,12 +68,12 @@ class GenerationTimings:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens a second (with the first sampled token of each row)."""
+        """Prompt tokens per second (with the first sampled token of each row)."""
         return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens a second of the decode steps, over all rows of a batch."""
+        """Tokens per second of the decode steps, over all rows of a batch."""
         return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 

@@ -150,7 +150,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> Tensor:
-    """logits [B, V], one `SamplingParams` and one token number a row -> token ids int64 [B].
+    """logits [B, V], one `SamplingParams` and one token number per row -> token ids int64 [B].
 
     Raises NonFiniteLogitsError rather than choose from a broken distribution.
     """

@@ -29,7 +29,7 @@ COLLECT_INTERVAL_S = 0.1
 def parallelise(model: Decoder, mesh: ParallelMesh) -> None:
     """Cut a decoder on `meta` to what this rank computes: first its stage's layers, then its share of each of them.
 
-    ValueError if there are more stages than layers or more ranks a layer than heads.
+    ValueError if there are more stages than layers or more ranks per layer than heads.
     """
     apply_pipeline(model, mesh)
     apply_tensor_parallel(model, mesh)

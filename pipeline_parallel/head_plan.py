@@ -23,7 +23,7 @@ def plan_heads(num_attention_heads: int, num_key_value_heads: int, tp_size: int)
     """Each rank's share; every query head is on exactly one rank. ValueError for more ranks than query heads."""
     if tp_size > num_attention_heads:
         raise ValueError(
-            f"--tp-size {tp_size}: this model has {num_attention_heads} attention heads, one a rank at least"
+            f"--tp-size {tp_size}: this model has {num_attention_heads} attention heads, one per rank at least"
         )
     per_group = num_attention_heads // num_key_value_heads
     if tp_size <= num_key_value_heads:

@@ -127,7 +127,7 @@ class Ranks:
         if self.local_world_size > num_gpus:
             raise ValueError(
                 f"{self.local_world_size} ranks on a host with {num_gpus} GPUs; "
-                f"start at most one a GPU (--nproc-per-node {num_gpus}), or give --device cpu"
+                f"start at most one per GPU (--nproc-per-node {num_gpus}), or give --device cpu"
             )
         return torch.device("cuda", self.local_rank)
 

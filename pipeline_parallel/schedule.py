@@ -1,6 +1,6 @@
 """The order in which pipeline stages work on micro-batches, as plain Python.
 
-A micro-batch takes turns: in each, it passes through all stages, one tick a stage; its next turn needs what the last
+A micro-batch takes turns: in each, it passes through all stages, one tick per stage; its next turn needs what the last
 stage made of the one before (the chosen tokens). With at least as many micro-batches as stages, every stage is busy in
 every tick once the pipeline is full, in decode as in prefill.
 

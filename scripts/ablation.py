@@ -71,7 +71,7 @@ class Options(DriftSettings):
     vocab_size: int = 8192
     """Of the tokenizer, which is trained on the text."""
     window: int = 512
-    """Tokens a window, and the models' context."""
+    """Tokens per window, and the models' context."""
     train_tokens: int = 20_971_520
     """Tokens that each model is trained on; more than the text holds: several epochs."""
     batch_windows: int = 64

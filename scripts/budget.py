@@ -61,7 +61,7 @@ class Options(ModelOptions):
     check_tokens: int = 8192
     """Tokens of later documents, on which the budget is compared with uniform densities."""
     window: int = 512
-    """Tokens a window."""
+    """Tokens per window."""
     batch_size: int = 2
     """Windows run together, their log-probabilities in memory (thresholds are set in one pass over all windows)."""
 

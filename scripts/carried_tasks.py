@@ -67,7 +67,7 @@ class Answer(SweepOptions, RunOptions):
     requests: Path
     """Written by export."""
     output: Path
-    """JSON lines; one record a task and run is appended when it is done."""
+    """JSON lines; one record per task and run is appended when it is done."""
     tasks: str | None = None
     """Comma-separated, of those that were exported; all by default."""
 
@@ -187,7 +187,7 @@ def read_requests(path: Path, *, seed: int) -> dict[str, Asked]:
 
 
 def answer(options: Answer) -> list[Record]:
-    """Every task dense, then every method at every density; the records, of which one a task and run is appended."""
+    """Every task dense, then every method at every density; the records, of which one per task and run is appended."""
     selections = options.selections(seed=options.seed)
     asked = _chosen(read_requests(options.requests, seed=options.seed), options)
     loaded = options.load()

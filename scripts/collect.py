@@ -48,7 +48,7 @@ class Options(ModelOptions):
     units: Units = "both"
     """mlp, attention or both."""
     label_format: Literal["raw", "packed"] = "raw"
-    """raw: activations in float16. packed: one bit a neuron, active or not (which losses on sizes cannot use)."""
+    """raw: activations in float16. packed: one bit per neuron, active or not (which losses on sizes cannot use)."""
     label_density: float = 0.5
     """packed, models without exact zeros: the share of neurons called active."""
     layers: str = "all"

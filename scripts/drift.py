@@ -54,7 +54,7 @@ class Options(DriftSettings, ModelOptions):
     """Measure drift in this activation store (see scripts.collect) instead of running the model for it; the other parts
     run the model, where one is given."""
     window: int = 256
-    """Tokens a window; windows (or the store's documents) are what intervals are drawn over."""
+    """Tokens per window; windows (or the store's documents) are what intervals are drawn over."""
     test_tokens: int = 16384
     """Tokens to measure on."""
     calibration_tokens: int = 65536

@@ -47,7 +47,7 @@ class DriftBook:
         Recall (against the same units for every token), precision, of neurons r_precision (of the R best-scored, R the
         number of a token's true ones; likewise against the same for every token; groups of heads always write, so it
         would be their recall), recall_drop (recall at look-ahead 0 minus that on the same tokens and layers: above 0,
-        distance costs), perplexity (against dense) and loss_rise (nats a token).
+        distance costs), perplexity (against dense) and loss_rise (nats per token).
         """
         found = []
         for one in points:

@@ -4,7 +4,7 @@ Both give the same rows each time they are iterated, in sets of groups (see `ana
 give out at most `STATE_BYTES` of states at a time, whatever the model: of a large one fewer tokens of each window,
 evenly spaced.
 
-Legend: W windows, T tokens, S states (2 a layer, and one), n rows, D hidden.
+Legend: W windows, T tokens, S states (2 per layer, and one), n rows, D hidden.
 """
 
 from __future__ import annotations

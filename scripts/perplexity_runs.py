@@ -41,7 +41,7 @@ class PerplexityOptions(RunOptions):
     corpus: str = "wikitext"
     """wikitext[:SPLIT], c4[:SPLIT], a .txt, .jsonl or .jsonl.gz file, or self[:SEED]; the test side by default."""
     window: int = 2048
-    """Tokens a window; documents are scored one by one."""
+    """Tokens per window; documents are scored one by one."""
     stride: int | None = None
     """Tokens between window starts; the window itself by default (no overlap)."""
     max_windows: int | None = None

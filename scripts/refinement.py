@@ -80,7 +80,7 @@ def refine_neurons(
     state_folder: Path,
     origin: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Refine `stack` in place on a token stream int32 [N]; returns the held-out divergence as it went, nats a token."""
+    """Refine `stack` in place on a token stream int32 [N]; returns the held-out divergence in nats per token."""
     model = rows.model
     refinement = RefineOptions(
         steps=number(flags.refine_steps),

@@ -70,7 +70,7 @@ class Options:
     train_tokens: int = 8_388_608
     """Tokens that each of the two is trained on."""
     window: int = 1024
-    """Tokens a window."""
+    """Tokens per window."""
     batch_windows: int = 16
     """Windows a training step."""
     learning_rate: float = 3e-4

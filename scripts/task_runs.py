@@ -1,6 +1,6 @@
 """lm-eval's tasks, dense and for every selection, as the records of `scripts.evaluate`.
 
-Records are named `accuracy`, one a task and metric. A task whose answers are written also gets the metric `agreement`:
+Records are named `accuracy`, one per task and metric. A task whose answers are written also has the metric `agreement`:
 the share of its answers that are those of the dense model.
 """
 

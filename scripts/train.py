@@ -62,7 +62,7 @@ class Options(RefinementFlags):
     initialisation: Literal["closed_form", "random"] = "closed_form"
     """Start from a reduced-rank regression, or at random (Deja Vu's)."""
     rule: Rule = "threshold"
-    """How neurons are chosen from scores: one threshold a layer, or topk a token (Deja Vu's)."""
+    """How neurons are chosen from scores: one threshold per layer, or topk per token (Deja Vu's)."""
     densities: tuple[float, ...] = (0.5, 0.3)
     """MLP densities to fit stand-ins and thresholds at; a run at another density uses the nearest stand-in."""
     density_budget: Path | None = None
@@ -329,7 +329,7 @@ def metrics_table(block: Block, metrics: dict[str, Any]) -> Table:
 
 
 def report(metrics: dict[str, Any], options: Options) -> None:
-    """One line a kind of block and density; the layers are in metrics.json."""
+    """One line per kind of block and density; the layers are in metrics.json."""
     for block in BLOCKS:
         for density, found in metrics.get(block, {}).get("at", {}).items():
             recall, precision, chosen = (float(np.mean(found[key])) for key in ("recall", "precision", "density"))
@@ -337,7 +337,7 @@ def report(metrics: dict[str, Any], options: Options) -> None:
     if "refinement" in metrics:
         refinement = metrics["refinement"]
         start = refinement["held_out_divergence"][0][1]
-        logger.info(f"refinement: held-out divergence {start:.4f} -> {refinement['best']:.4f} nats a token")
+        logger.info(f"refinement: held-out divergence {start:.4f} -> {refinement['best']:.4f} nats per token")
     logger.info(f"predictors, and metrics.md with every layer, are in {options.output_dir}")
 
 

@@ -35,8 +35,8 @@ class Options(ModelOptions):
     """Tokens of the model's own to write, the last document's being whole. A batch is written when all of it is there:
     what is killed earlier loses as much."""
     temperature: float = 0.9
-    """1: the model's own distribution. At 0.9 what SmolLM2 writes is as hard to predict as WikiText, 3 nats a token; at
-    1.0 it is garbled, at 0.8 it repeats itself."""
+    """1: the model's own distribution. At 0.9 what SmolLM2 writes is as hard to predict as WikiText, 3 nats per token;
+    at 1.0 it is garbled, at 0.8 it repeats itself."""
     num_words: int = 3
     """Random words of the vocabulary that each document is asked for."""
     resume: bool = False

@@ -152,7 +152,7 @@ def _each_list(given: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a block costs the model, by its density: points (density, nats a token), and bytes at density 1."""
+    """What a block costs the model, by its density: points (density, nats per token), and bytes at density 1."""
 
     points: tuple[tuple[float, float], ...]
     num_bytes: float
@@ -205,6 +205,6 @@ def allocate(curves: Mapping[Place, Curve], budget: float, steps: Mapping[Block,
 
 
 def as_lists(densities: Mapping[Place, float], num_layers: int) -> dict[Block, list[float]]:
-    """By block, a density a layer; 1.0 where none is given. Only blocks of which some layer is given."""
+    """By block, a density per layer; 1.0 where none is given. Only blocks of which some layer is given."""
     blocks: Sequence[Block] = [block for block in BLOCKS if any(kind == block for _, kind in densities)]
     return {block: [densities.get((layer, block), 1.0) for layer in range(num_layers)] for block in blocks}

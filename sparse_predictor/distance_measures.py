@@ -148,7 +148,7 @@ def attached_losses(
 
 
 def window_losses(model: Decoder, windows: Tensor) -> Tensor:
-    """Mean negative log-likelihood of each window's tokens but the first: float64 [W], nats a token."""
+    """Mean negative log-likelihood of each window's tokens but the first: float64 [W], nats per token."""
     losses: list[float] = []
 
     def hear(_window: Window, found: Likelihood) -> None:

@@ -47,7 +47,7 @@ class DistancePoint:
     `r_precision`: the share of true units among as many picks as each token has true ones, equal to recall where that
     is always `predicted_density`; `static_r_precision`: the same units' order for every token, cut at its R. What
     `per_layer_recall` does not hold (layer not sampled, or nothing that far back) is None. `true_density`: share of
-    units that are true (below `predicted_density` where units are exactly zero). `loss_rise`: nats a token above the
+    units that are true (below `predicted_density` where units are exactly zero). `loss_rise`: nats per token above the
     run at look-ahead 0, same text. None: not measured. `num_tokens`, `perplexity_tokens`: of test text.
     """
 

@@ -5,7 +5,7 @@ gains its stand-in. The mask is hard in the forward pass; in the backward pass a
 sigmoid (straight-through estimator, Bengio et al. 2013). A layer's threshold is a quantile of its scores, so raising
 one score pushes another unit out: the gradient counts that, else every unit hears "being on is better", none pays for
 it, and training diverges. The model's own weights never change. Loss: KL divergence of the sparse model's next-token
-distribution from the dense model's (Hinton et al. 2015), nats a token. Every so often it is measured on held-out text,
+distribution from the dense model's (Hinton et al. 2015), nats per token. Now and then it is measured on held-out text,
 and the best state seen is the one that is kept, the start included.
 
 Legend: L layers, B sequences, T tokens, D hidden, F neurons, V vocabulary.
@@ -266,7 +266,7 @@ def _relative_step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor
 
 
 def held_out_divergence(hooks: SparseTrainingHooks, held_out: Tensor, options: RefineOptions) -> float:
-    """Mean divergence over held-out windows [B, T] and densities, nats a token; no gradients kept."""
+    """Mean divergence over held-out windows [B, T] and densities, nats per token; no gradients kept."""
     losses = []
     with torch.no_grad(), _half_precision(hooks.model):
         for batch in held_out.split(options.batch_sequences):

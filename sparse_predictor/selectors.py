@@ -22,7 +22,7 @@ from sparse_predictor.predictor import Predictor, Rule
 
 
 class PredictorSelector:
-    """Active units from learned scores: those above one threshold a layer, or the top count a token.
+    """Active units from learned scores: those above one threshold per layer, or the top count per token.
 
     Deja Vu (Liu et al. 2023, section 4) with rule `topk`; the threshold, the stand-in for what is skipped and how the
     scores are trained differ (see `predictor.py`, `standin.py`, `refine.py`).
@@ -127,7 +127,7 @@ def at_least(scores: Tensor, threshold: float, units: UnitShard | None) -> Tenso
 
 class CatsSelector:
     """CATS (Lee et al. 2024, Contextually-Aware Thresholding for Sparsity, section 3): compute the gate for every
-    neuron, keep those with |act(gate)| above one threshold a layer, a quantile of calibration text. Differs: no
+    neuron, keep those with |act(gate)| above one threshold per layer, a quantile of calibration text. Differs: no
     fine-tuning after it, which is optional in the paper."""
 
     lookahead = 0

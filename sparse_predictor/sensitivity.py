@@ -1,4 +1,4 @@
-"""What it costs a model that blocks become sparse: the divergence from the dense model's logits, nats a token.
+"""What it costs a model that blocks become sparse: the divergence from the dense model's logits, nats per token.
 
 The measure is that of refinement: mean KL(dense || sparse) of the next-token distributions (Hinton et al. 2015). Of one
 block alone it is measured by branches: the dense stream is carried on layer by layer, and at each block it branches

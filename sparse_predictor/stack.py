@@ -77,7 +77,7 @@ class PredictorStack(nn.Module):
         return inner @ self.standin_out[index, place].T + self.standin_bias[index, place]
 
     def to_predictors(self) -> list[Predictor]:
-        """One predictor a layer; thresholds are still to be calibrated."""
+        """One predictor per layer; thresholds are still to be calibrated."""
         rank, hidden_size = self.first.shape[1:]
         standin_rank, num_standins = self.standin_in.shape[2], self.standin_in.shape[1]
         predictors = []

@@ -7,7 +7,7 @@ for the density, and a low-rank map of the sparse model's MLP input is regressed
 
 where the loss so far is the dense residual minus the sparse one. With `error_share` 0 each layer repairs only itself;
 with 1 it steers the residual stream back to the dense one. Rows count by 1 / (mean square of the dense residual), since
-the norm that follows divides by it. Needs no gradient: two forward passes and one regression a layer.
+the norm that follows divides by it. Needs no gradient: two forward passes and one regression per layer.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Predictors on disk: one safetensors file a layer and block, one manifest; strict in both directions.
+"""Predictors on disk: one safetensors file per layer and block, one manifest; strict in both directions.
 
     layer_{i}_mlp.safetensors  layer_{i}_attention.safetensors  calibration.safetensors  manifest.json  metrics.json
 

@@ -1,4 +1,4 @@
-"""Single-device kernels, one operator a file: equation, plain PyTorch reference, Triton kernel, wrapper.
+"""Single-device kernels, one operator per file: equation, plain PyTorch reference, Triton kernel, wrapper.
 
 Library or own kernel, by operator (one H100, batch 1, 16-bit weights; share of what a pure read of memory reaches):
 

@@ -132,7 +132,7 @@ if triton is not None:
         KIND: tl.constexpr,
         NUM_MORE: tl.constexpr,
     ):
-        """Grid: one program a row."""
+        """Grid: one program per row."""
         row = tl.program_id(0).to(tl.int64)
         normed = normed_row(
             partial,

@@ -6,8 +6,8 @@
 
 states [rows, D]; first [R, D] and second [G, R] of x's type, score_bias [G] of any of the three types; R, G <= 64;
 active bool [rows, G]. Rounding is that of plain PyTorch in x's type: inner and scores are summed in float32 and rounded
-to it. NaN counts as the largest. One program a row, since a whole predictor is some tens of kilobytes. Head prediction
-as in Deja Vu (Liu et al. 2023, section 4.2), for groups that share a key-value head.
+to it. NaN counts as the largest. One program per row, since a whole predictor is some tens of kilobytes. Heads are
+predicted as in Deja Vu (Liu et al. 2023, section 4.2), for groups that share a key-value head.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ if triton is not None:
         BLOCK: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """Grid: one program a row."""
+        """Grid: one program per row."""
         row = tl.program_id(0)
         groups = tl.arange(0, GROUPS_BLOCK)
         ahead = weight_rows(first, 0, RANK, HIDDEN_SIZE, BLOCK, TILE)

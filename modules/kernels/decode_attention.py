@@ -44,7 +44,7 @@ MAX_SPLITS_SERVING = 8  # beside programs that serve requests
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is launched: splits of a row and group, positions a step of a program, warps a program."""
+    """How the kernel is launched: splits of a row and group, positions per step of a program, warps per program."""
 
     num_splits: int
     block: int
@@ -54,7 +54,7 @@ class Tuning:
 def default_tuning(
     num_rows: int, num_groups: int, max_seqlen: int, multiprocessors: int, *, serves: bool = False
 ) -> Tuning:
-    """By shapes alone: at most two programs a multiprocessor, which leaves registers to the next kernel, and no more
+    """By shapes alone: at most two programs per multiprocessor, which leaves registers to the next kernel, and no more
     splits than there can be ranges. `serves`: whether other programs of the launch serve requests."""
     most = MAX_SPLITS_SERVING if serves else MAX_SPLITS
     splits = min(2 * multiprocessors // (num_rows * num_groups), most, -(-max_seqlen // GRANULE))

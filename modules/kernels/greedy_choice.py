@@ -6,7 +6,7 @@
 
 logits [rows, V] float32, contiguous; the result float64 [3, rows]: token, logprob (NaN where not finite), finite (1 or
 0). Sums are float32, of exp(logits - maximum): the largest term is 1. Two launches: every program reduces one piece of
-a row to (maximum, its index, sum relative to that maximum), then one program a row merges the pieces, as in online
+a row to (maximum, its index, sum relative to that maximum), then one program per row merges the pieces, as in online
 softmax (Milakov & Gimelshein 2018).
 """
 
@@ -61,7 +61,7 @@ if triton is not None:
         PIECE: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """Grid: one program a piece of a row."""
+        """Grid: one program per piece of a row."""
         piece, row, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
         wait_for_inputs(PDL)
         columns = piece * PIECE + tl.arange(0, PIECE)
@@ -82,7 +82,7 @@ if triton is not None:
         BLOCK: tl.constexpr,  # num_pieces rounded up to a power of two
         PDL: tl.constexpr,
     ):
-        """Grid: one program a row."""
+        """Grid: one program per row."""
         row, rows = tl.program_id(0), tl.num_programs(0)
         wait_for_inputs(PDL)
         columns = tl.arange(0, BLOCK)

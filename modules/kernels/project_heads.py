@@ -30,7 +30,7 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is launched: channels a step of a program, programs a multiprocessor at most."""
+    """How the kernel is launched: channels per step of a program, programs per multiprocessor at most."""
 
     units: int
     programs_per_sm: int
@@ -130,7 +130,7 @@ if triton is not None:
         HIDDEN_SIZE: tl.constexpr,
         COLUMNS: tl.constexpr,
         CHUNKS: tl.constexpr,  # CHUNKS * COLUMNS cover HIDDEN_SIZE
-        UNITS: tl.constexpr,  # channels a step, all of one group
+        UNITS: tl.constexpr,  # channels per step, all of one group
         STEPS: tl.constexpr,  # steps * programs / CHUNKS * UNITS cover all channels
         STEPS_BLOCK: tl.constexpr,
         PARTS: tl.constexpr,

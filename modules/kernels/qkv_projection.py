@@ -38,7 +38,7 @@ MAX_HELD_ROWS = 4  # of x, in the registers of a program; more are normed before
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is launched: pairs of weight rows a tile (a divisor of H / 2), warps a program, programs a
+    """How the kernel is launched: pairs of weight rows per tile (a divisor of H / 2), warps per program, programs a
     multiprocessor."""
 
     pairs: int
@@ -106,7 +106,7 @@ if triton is not None:
         rider_rows,  # [RIDER_SIZE, HIDDEN_SIZE] or None: see riders.Rider
         rider_output,  # [RIDER_SIZE], written
         queries,  # [NUM_ROWS, NUM_HEADS, 2 * HALF], written
-        keys,  # [NUM_ROWS, NUM_GROUPS, max_seqlen, 2 * HALF], one position a row written, as the next
+        keys,  # [NUM_ROWS, NUM_GROUPS, max_seqlen, 2 * HALF], one position per row written, as the next
         values,
         row_stride,  # of keys and values, as the next two
         group_stride,

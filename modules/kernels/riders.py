@@ -70,7 +70,7 @@ class UnitRequest:
 
     @property
     def tile(self) -> int:
-        """Neurons a program: two programs a multiprocessor leave registers to the kernel that starts meanwhile."""
+        """Neurons per program: two programs per multiprocessor leave registers to the kernel that starts meanwhile."""
         num_units = len(self.second)
         return 32 if num_units <= 32 * 2 * num_multiprocessors(self.second.device) else 64
 

@@ -38,8 +38,8 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is launched: neurons a step of a program (more than one for a single row only), warps a program,
-    programs a multiprocessor."""
+    """How the kernel is launched: neurons per step of a program (more than one for a single row only), warps per
+    program, programs per multiprocessor."""
 
     units: int
     num_warps: int
@@ -86,7 +86,7 @@ if triton is not None:
         HIDDEN_SIZE: tl.constexpr,
         BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
         ROWS: tl.constexpr,  # rows rounded up to a power of two
-        UNITS: tl.constexpr,  # units a step; 1 if there are several rows
+        UNITS: tl.constexpr,  # units per step; 1 if there are several rows
         NUM_UNITS: tl.constexpr,
         STANDIN_RANK: tl.constexpr,
         RIDER_SIZE: tl.constexpr,

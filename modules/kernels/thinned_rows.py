@@ -75,7 +75,7 @@ if triton is not None:
         BLOCK: tl.constexpr,  # columns of a program
         COLUMN_BLOCKS: tl.constexpr,  # of a matrix
         JOBS: tl.constexpr,  # COLUMN_BLOCKS of all matrices
-        UNITS: tl.constexpr,  # rows a step
+        UNITS: tl.constexpr,  # rows per step
         OWN_BLOCK: tl.constexpr,  # entries of a program, rounded up to a power of two
         ACTIVATION: tl.constexpr,
         PARTS: tl.constexpr,

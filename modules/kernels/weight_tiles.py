@@ -25,7 +25,7 @@ TILE_BYTES = 32768  # of one tile, padding included: two programs of these keep 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Weight rows a tile, warps a program, and programs (each walks over tiles, if there are more tiles than that).
+    """Weight rows per tile, warps per program, and programs (each walks over tiles, if there are more tiles than that).
 
     `prefetches`: whether a program asks for its next tile before it uses the one at hand. `max_registers` of a thread;
     None: the compiler's choice.

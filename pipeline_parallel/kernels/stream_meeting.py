@@ -1,8 +1,8 @@
 """A barrier that needs no multiprocessor: the streams themselves write to signal pads and wait for them.
 
 A kernel, however small, starts when something leaves a multiprocessor, and a large product of matrices (persistent, one
-program a multiprocessor) leaves none before it ends: beside one of 1.2 ms on an H200 a kernel of one thread waited for
-1.2 ms, and these operations took 8 µs. They are cuStreamWriteValue32 and cuStreamWaitValue32 of the CUDA driver.
+program per multiprocessor) leaves none before it ends: beside one of 1.2 ms on an H200 a kernel of one thread waited
+for 1.2 ms, and these operations took 8 µs. They are cuStreamWriteValue32 and cuStreamWaitValue32 of the CUDA driver.
 
 Each rank tells every peer by putting `tag` into its own slot of the peer's pad, waits for each peer's `tag` in its own
 pad, and makes that slot zero again. There is no compare-and-swap, so nothing may be put where something still is: the

@@ -28,7 +28,7 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HIDDEN_SIZE = 16384
 HIDDEN_SIZE_STEP = 8  # elements in 16 bytes, which are moved as one
-MAX_RANKS = 8  # of one host's NVLink; a barrier takes a thread a rank
+MAX_RANKS = 8  # of one host's NVLink; a barrier takes a thread per rank
 NUM_PARTIALS = 2
 STREAM_BARRIERS = 2  # whose slots are the last of a pad, as if of so many more programs (stream_meeting.py)
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -169,7 +169,7 @@ def workspace_of(
     multicast_address: int = 0,
     handle: Any = None,
 ) -> Workspace:
-    """The workspace of `rank` in buffers [3 * max_tokens, D], one a rank, that are mapped already."""
+    """The workspace of `rank` in buffers [3 * max_tokens, D], one per rank, that are mapped already."""
     buffer, addresses = buffers[rank], [one.data_ptr() for one in buffers]
     max_tokens = buffer.shape[0] // (NUM_PARTIALS + 1)
     partials, hidden = buffer.split((NUM_PARTIALS * max_tokens, max_tokens))

@@ -9,7 +9,7 @@ result is compared with the equation in float32, on the device, hidden states an
 states with the other ranks' bit for bit; then the signal pads must be zero.
 
 Two kinds of series, as in the model: those of the first pipeline stage begin with `begin`; those of later stages do
-not, and have an even number of calls (two a layer), after which both buffers have had equal turns.
+not, and have an even number of calls (two per layer), after which both buffers have had equal turns.
 """
 
 from __future__ import annotations

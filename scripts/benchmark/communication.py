@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m scripts.benchmark.communication --output analysis/results/communication_h200.jsonl
 
-One process a GPU. Every time is one call's among several in a CUDA graph, the maximum over ranks; all methods run on
+One process per GPU. Every time is one call's among several in a CUDA graph, the maximum over ranks; all methods run on
 the same numbers in the same call, after each was compared with the equation in float32 and between ranks. Bytes are
 those that must enter every GPU; the ceiling is what plain copies between the GPUs reach in the same call.
 `--tune` instead measures which of the model's own methods is the fastest (pipeline_parallel/all_reduce_choice.py), and

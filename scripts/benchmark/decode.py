@@ -17,7 +17,7 @@ from scripts.model_loading import resolve_device
 
 
 def main(options: Options) -> list[Record]:
-    """Append one record a batch size and baseline."""
+    """Append one record per batch size and baseline."""
     device = current_launch().device or resolve_device(options.device)
     if ParallelMesh.from_process_group(options.tp_size, options.pp_size, device).world_size == 1:
         return one_gpu.run(options)

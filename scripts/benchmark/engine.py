@@ -97,7 +97,7 @@ def measure(
     for batch_size, batch in batches.items():
         logger.info(
             f"batch {batch_size}: one run to check and {repetitions} to time, of {len(batch[0].prompt_token_ids)} "
-            f"prompt tokens and {batch[0].max_new_tokens} new ones a sequence"
+            f"prompt tokens and {batch[0].max_new_tokens} new ones per sequence"
         )
         found = []
         for repetition in range(repetitions + 1):
@@ -276,7 +276,7 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
 
 
 def table(records: Sequence[Record]) -> list[str]:
-    """One line a record."""
+    """One line per record."""
     return [
         f"{record['name']} tp {record['labels']['tp_size']} pp {record['labels']['pp_size']} "
         f"dp {record['labels']['dp_size']} batch {record['labels']['batch_size']}, "

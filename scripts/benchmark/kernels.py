@@ -136,7 +136,7 @@ class Bench:
 
 
 def main(options: Options) -> list[Record]:
-    """Append one record a density, batch size and baseline."""
+    """Append one record per density, batch size and baseline."""
     device = resolve_device(options.device)
     config = ModelConfig.from_hf(HF_CONFIGS[find_shape(options.shape)])
     generator = torch.Generator(device).manual_seed(options.seed)
@@ -214,7 +214,7 @@ def equation(config: ModelConfig, x: Tensor, layer: Weights, mask: Tensor | None
 
 
 def random_set(bench: Bench, rows: int, density: float) -> ActiveSet:
-    """As many random neurons a row as the density asks for."""
+    """As many random neurons per row as the density asks for."""
     units = bench.config.intermediate_size
     scores = torch.rand(rows, units, generator=bench.generator, device=bench.device)
     return ActiveSet.from_scores(scores, max(1, int(density * units + 0.5)))

@@ -62,7 +62,7 @@ class Options:
     model: Path | None = None
     """A checkpoint folder; a random one by default, removed again."""
     size_mib: int = 1024
-    """Of the random checkpoint, to the nearest layer, at least one a stage."""
+    """Of the random checkpoint, to the nearest layer, at least one per stage."""
     sizes: tuple[int, ...] = (1, 2, 4)
     """tp and pp each take these."""
     work_dir: Path | None = None

@@ -342,7 +342,7 @@ def line(record: Record) -> str:
     ratio = f", {record['ratio']:.2f}x {baseline['name']}" if baseline else ""
     quality = f", perplexity {record['perplexity']:.2f}" if "perplexity" in record else ""
     bare = record["bare_step_ms"]
-    alone = f", {record['step_ms']:.3f} ms a step, its graph alone {bare:.3f}" if bare is not None else ""
+    alone = f", {record['step_ms']:.3f} ms per step, its graph alone {bare:.3f}" if bare is not None else ""
     return (
         f"{labels.get('shape') or labels.get('model')} {labels['method']} batch {labels['batch_size']}: "
         f"{record['value']:.1f} tokens/s, {record['achieved_gb_per_s']:.0f} GB/s, "

@@ -32,7 +32,7 @@ class Options(EngineOptions):
 
 
 def main(options: Options) -> list[Record]:
-    """Append one record a batch size and baseline."""
+    """Append one record per batch size and baseline."""
     check_overlap_tokens(options.overlap_tokens)
     if options.tune_splits:
         tune_splits(options)

@@ -41,7 +41,7 @@ class StepBytes:
 def step_bytes(
     model: Decoder, method: Method, achieved: Achieved, *, batch_size: int, mean_length: float, dense_bytes: int
 ) -> StepBytes:
-    """Of a step with `mean_length` cached positions a row. Weights are read once for all rows of the batch (the union
+    """Of a step with `mean_length` cached positions per row. Weights are read once for all rows of the batch (the union
     of their units; all of an MLP's where more rows than `MAX_FUSED_SPARSE_ROWS` take a mask); an inactive group's keys
     and values are not read, each row for itself. `dense_bytes`: what a dense step reads of the weights."""
     config, itemsize, num_layers = model.config, model.dtype.itemsize, model.config.num_hidden_layers

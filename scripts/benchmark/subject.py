@@ -39,7 +39,7 @@ class SubjectOptions(EngineOptions):
     decoded_windows: int = 8
     """Of these, run so many through decode steps, too: their perplexity must be near that of scoring. 0: none."""
     window: int = 2048
-    """Tokens a window."""
+    """Tokens per window."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Milliseconds a call; a sample is one pass over all argument sets, divided by their number."""
+    """Milliseconds per call; a sample is one pass over all argument sets, divided by their number."""
 
     median_ms: float
     p10_ms: float
@@ -34,7 +34,7 @@ class Timing:
     uses_cuda_graph: bool
 
     def achieved_gb_per_s(self, num_bytes: float) -> float:
-        """Bandwidth (10^9 bytes a second) of a call that must move `num_bytes`."""
+        """Bandwidth (10^9 bytes per second) of a call that must move `num_bytes`."""
         return num_bytes / self.median_ms / 1e6
 
     def as_record_extra(self) -> dict[str, Any]:

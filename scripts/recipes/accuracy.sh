@@ -13,7 +13,7 @@
 # Records are in RUN_DIR/perplexity_METHOD.jsonl and accuracy_METHOD.jsonl; their label density_budget is `trained`, the
 # budget's file, or none (uniform). Jobs of a step run side by side, on GPUS (1) GPUs in turn.
 # Variables: STEPS (all of these); GPUS; RUN_DIR (outputs/accuracy); CALIBRATION (c4) and TEST (wikitext), corpora or text
-# files; TOKENS (440000) to collect, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB a token);
+# files; TOKENS (440000) to collect, kept in ACTIVATIONS (RUN_DIR/activations; SmolLM2 takes 127 kB per token);
 # CALIBRATION_TOKENS (16384); REFINE_STEPS (800), and BRIEF_STEPS (150) before the budgets; REFINE_CORPUS and
 # REFINE_TOKENS, more text to refine on (none by default); METHODS, beside the predictor (leave cats out for models
 # without gates), and BUDGETS, those of them that get a budget; TASKS, comma-separated, with INCLUDE_PATH, a folder of

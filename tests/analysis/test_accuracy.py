@@ -228,7 +228,7 @@ def test_the_heat_map_keeps_layers_in_place_where_some_stay_dense(accuracy_recor
 
 def test_page_readme_and_plots_have_the_accuracy(tmp_path: Path, accuracy_records: list[Record]) -> None:
     figures = all_figures(accuracy_records)
-    assert {"Small: accuracy against MLP density", "Small, accuracy tasks: recall and precision a layer"} <= set(
+    assert {"Small: accuracy against MLP density", "Small, accuracy tasks: recall and precision per layer"} <= set(
         figures
     )
     paths = save_figures(figures.items(), tmp_path)

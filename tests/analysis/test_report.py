@@ -20,8 +20,8 @@ def test_every_plot_is_drawn_with_labels_and_units(tmp_path: Path, sample_record
         "perplexity against MLP density",
         "perplexity against MLP bytes read",
         "decoding speed",
-        "recall and precision a layer",
-        "achieved density a layer",
+        "recall and precision per layer",
+        "achieved density per layer",
     }
     for title, path in save_figures(figures.items(), tmp_path).items():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
