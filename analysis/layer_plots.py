@@ -12,6 +12,7 @@ from analysis.comparison import Comparison
 from analysis.formatting import format_number
 from analysis.method_styles import series_label
 
+NEARLY_ALL = 0.9995  # printed as 100 %
 BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}
 
 
@@ -25,11 +26,20 @@ def plot_layer_density(rows: Sequence[Comparison]) -> Figure | None:
     return _plot_layers(rows, ("density",))
 
 
+def _tells_something(per_layer: Sequence[float | None]) -> bool:
+    """Whether some layer is not at 100 %: an oracle's recall, and the density of heads that are all computed, are."""
+    return any(share is not None and share < NEARLY_ALL for share in per_layer)
+
+
 def _plot_layers(rows: Sequence[Comparison], quantities: Sequence[str]) -> Figure | None:
     panels = []
     for block in BLOCK_NAMES:
         for quantity in quantities:
-            chosen = [row for row in rows if row.method != "dense" and row.layers.get(block, {}).get(quantity)]
+            chosen = [
+                row
+                for row in rows
+                if row.method != "dense" and _tells_something(row.layers.get(block, {}).get(quantity) or ())
+            ]
             if chosen:
                 panels.append((block, quantity, chosen))
     if not panels:

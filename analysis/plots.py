@@ -130,14 +130,14 @@ def _plot_ratio(
     rows: Sequence[Comparison], position: Callable[[Comparison], float | None], axis_label: str
 ) -> Figure | None:
     points = ratio_points(rows, position)
-    if not any(point.x != 1 for point in points):
+    shown = [point for point in points if point.y <= HIGHEST_RATIO]
+    if not any(point.x != 1 for point in shown):
         return None
     figure, axes = one_panel()
     draw_dense(axes, 1.0, is_best="lowest")
     draw_lines(axes, points)
     axes.set(xlabel=axis_label, ylabel=f"{points[0].setting.metric}, ratio to dense")
     axes.set_yscale("log")
-    shown = [point for point in points if point.y <= HIGHEST_RATIO]
     if len(shown) < len(points):
         axes.set_ylim(min([1.0, *(point.y for point in shown)]) / 1.15, HIGHEST_RATIO)
         beyond = [

@@ -15,27 +15,31 @@ from analysis.plots import all_figures
 from analysis.results import Record
 from analysis.tables import all_tables, environment_lines, section_title
 
-DEFINITIONS = (
-    "A unit is an MLP neuron or an attention head; density is the share of units that are active, and 1.0 "
-    "is the dense model. Every method but dense chooses its units per token: oracle from the true outputs "
-    "(a bound, no gain in speed), predictor from a small trained network, cats by the gate's size, teal "
-    "by thinning out the MLP matrices' inputs (teal-all and wina-unrotated: those of attention, too, so that head "
-    "density is a share of its inputs; wina-unrotated weighs them by their columns, without the rotation of WINA's "
-    "paper), griffin by what the prompt used, static always the most frequent ones, random blindly. Ratio to "
-    "dense is ours over dense: above 1 is worse for perplexity and better for speed. Recall is the share "
-    "of the truly active units that were predicted, precision the share of the predicted units that were "
-    "truly active, both pooled over tokens; neither means much without the density beside it, since "
-    "predicting everything active has recall 1. MLP bytes read are a share of dense and include what the "
-    "predictor itself reads. Accuracy is acc_norm where a task reports it, else acc or exact match; a task "
-    "whose dense accuracy is less than two standard errors above guessing is marked and left out of the mean. "
-    "Phase says which tokens ran sparsely: decode (the prompt stays dense) or all "
-    "(every scored token selects for itself, as it would when decoded). Look-ahead is how many layers back a "
-    "predictor reads; what it loses to it is measured with the same predictor on the same tokens. Its gain is its "
-    "recall without look-ahead minus that of the same units for every token. Hardly means that less than a twentieth "
-    "is lost, in part less than half, by the whole interval. Intervals are 95 %: of one model a bootstrap over its "
-    "texts, wider where these are few; of the ablation Student's t over seeds, after the differences between models "
-    "that differ in one factor only were averaged over the other factors."
-)
+DEFINITIONS = {
+    "Unit": "an MLP neuron or an attention head (with grouped-query attention a key-value group).",
+    "Density": "density is the share of units that are active; 1.0 is the dense model. Achieved is what was computed.",
+    "Methods": "every method but dense chooses its units per token: oracle from the true outputs (a bound, no gain in "
+    "speed), predictor from a small trained network, cats by the gate's size, teal by thinning out the inputs of the "
+    "MLP's matrices (teal-all and wina-unrotated: those of attention, too, so that head density is a share of its "
+    "inputs; wina-unrotated weighs them by the matrices' columns and leaves WINA's rotation out), griffin by what the "
+    "prompt used, static always the most frequent ones, random blindly.",
+    "Ratio to dense": "ours over dense: above 1 is worse for perplexity and better for speed.",
+    "Recall": "the share of the truly active units that were predicted, pooled over tokens.",
+    "Precision": "the share of the predicted units that were truly active, pooled over tokens. Neither means much "
+    "without the density beside it, since predicting everything active has recall 1.",
+    "MLP bytes read": "a share of dense; what the predictor itself reads is included.",
+    "Accuracy": "acc_norm where a task reports it, else acc or exact match. A task whose dense accuracy is less than "
+    "two standard errors above guessing is marked and left out of the mean.",
+    "Phase": "which tokens ran sparsely: decode (the prompt stays dense) or all (every scored token selects for "
+    "itself, as it would when decoded).",
+    "Look-ahead": "how many layers back a predictor reads. What it loses to it is measured with the same predictor on "
+    "the same tokens.",
+    "Gain": "a predictor's recall without look-ahead minus that of the same units for every token. Hardly means that "
+    "less than a twentieth is lost, in part less than half, by the whole interval.",
+    "Intervals": "95 %: of one model a bootstrap over its texts, wider where these are few; of the ablation Student's "
+    "t over seeds, after the differences between models that differ in one factor only were averaged over the other "
+    "factors.",
+}
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -46,11 +50,14 @@ PAGE = """<!DOCTYPE html>
 <style>
   :root { color-scheme: light; }
   body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff;
-         max-width: 62rem; margin: 0 auto; padding: 1rem; }
+         max-width: 90rem; margin: 0 auto; padding: 1rem; }
+  p, ul, dl, figure { max-width: 62rem; }
+  dt { font-weight: 600; } dd { margin: 0 0 .6rem 1.2rem; }
   h1 { font-size: 1.5rem; margin: .5rem 0; }
   h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #ddd; }
   h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
-  .scroll { overflow-x: auto; }
+  .scroll { overflow-x: auto; max-width: 100%; padding-bottom: .4rem; }
+  @media print { .scroll { overflow: visible; } table { font-size: .55rem; } th, td { padding: .1rem .25rem; } }
   table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
   th, td { padding: .25rem .6rem; border-bottom: 1px solid #e3e3e3; text-align: left; white-space: nowrap; }
   th { border-bottom: 2px solid #999; vertical-align: bottom; white-space: normal; }
@@ -99,7 +106,11 @@ PAGE = """<!DOCTYPE html>
 <img alt="{{ caption }}" src="data:image/png;base64,{{ image }}"></figure>
 {% endfor %}
 <h2>Definitions</h2>
-<p>{{ definitions }}</p>
+<dl>
+{% for term, meaning in definitions.items() %}
+<dt>{{ term }}</dt><dd>{{ meaning }}</dd>
+{% endfor %}
+</dl>
 <h2>Environment</h2>
 <ul>{% for line in environments %}<li>{{ line }}</li>{% endfor %}</ul>
 </body>

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import base64
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from analysis.comparison import compare
+from analysis.layer_plots import plot_layer_density, plot_layer_quality
 from analysis.plots import all_figures, plot_against_density, save_figures
 from analysis.report import build_report
 
@@ -47,6 +49,25 @@ def test_records_without_anything_to_plot_give_no_figure(sample_records: Records
     assert all_figures([record for record in sample_records if record["name"] == "training"]) == {}
 
 
+def test_rows_at_100_percent_and_points_beyond_the_axis_make_no_plot(sample_records: Records) -> None:
+    whole = {"mlp": {"recall": [1.0] * 4, "precision": [1.0] * 4, "density": [0.5] * 4}}
+    rows = [replace(row, layers=whole) if row.method == "oracle" else row for row in compare(sample_records)]
+    figure = plot_layer_quality(rows)
+    assert figure is not None
+    names = [label.get_text() for axes in figure.axes[:2] for label in axes.get_yticklabels()]
+    assert not any(name.startswith("oracle") for name in names) and any(name.startswith("cats") for name in names)
+    assert plot_layer_quality([row for row in rows if row.method == "oracle"]) is None
+    density = plot_layer_density(rows)
+    assert density is not None and "attention" not in "".join(axes.get_title(loc="left") for axes in density.axes)
+    assert plot_against_density([replace(row, ratio=25.0) for row in rows]) is None
+
+
+def test_definitions_are_a_list_and_wide_tables_can_be_scrolled(sample_records: Records) -> None:
+    page = build_report(sample_records, figures={})
+    assert page.count("<dt>") == page.count("<dd>") > 8 and "<dt>Recall</dt>" in page
+    assert page.count('<div class="scroll"><table>') == page.count("<table>") and ".scroll { overflow-x: auto;" in page
+
+
 def test_plots_with_equal_names_do_not_overwrite_each_other(tmp_path: Path, sample_records: Records) -> None:
     figure = next(iter(all_figures(sample_records).values()))
     paths = save_figures([("a/b", figure), ("a b", figure)], tmp_path)
@@ -78,4 +99,4 @@ def test_the_report_is_self_contained_and_escaped(sample_records: Records) -> No
     assert 'name="viewport"' in page
     assert "density is the share of units that are active" in page
     assert "Example CPU &lt;1&gt;" in page
-    assert page.count("<tr>") == (1 + 19) + (1 + 9) + (1 + 6) + (1 + 4)
+    assert page.count("<tr>") == (1 + 19) + (1 + 8) + (1 + 6) + (1 + 4)
