@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from data.activation_store import ActivationStore
 from data.differences import differences
-from data.files import convert_json, read_json, write_json
+from data.files import convert_json, holder_of, read_json, write_json
 from modules.decoder import Decoder
 from modules.sparsity import Block, Reduce
 from sparse_predictor.calibration import LayerCalibration, save_calibration
@@ -169,8 +169,11 @@ def check_store(store: ActivationStore, model: Decoder, model_id: str) -> None:
 
 
 def parse_manifest(directory: Path) -> PredictorManifest:
-    """The manifest by itself, which needs no model. FileNotFoundError, or ValueError where it is something else's."""
+    """The manifest by itself, which needs no model. FileNotFoundError, ValueError where it is something else's, or
+    BlockingIOError where another process still trains into the directory."""
     path = directory / "manifest.json"
+    if not path.is_file() and (writer := holder_of(directory)):
+        raise BlockingIOError(f"{directory} is being written by {writer}; wait until that has ended")
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is missing: not a predictor directory, or its training did not finish; train: python -m "

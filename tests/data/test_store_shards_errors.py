@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +38,7 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(record))
 
 
-def refused(folder: Path, message: str, kind: type[Exception] = ValueError) -> None:
+def refused(folder: Path, message: str, kind: type[Exception] | tuple[type[Exception], ...] = ValueError) -> None:
     with pytest.raises(kind, match=message):
         ActivationStore(folder)
 
@@ -206,6 +207,27 @@ def test_a_rank_that_never_began_is_collected_by_a_resumed_run(
     skipped = collect_sharded(folder, make_layout(), CUT, make_document, PIECES, resume=True)
     assert skipped == [3] * 4 + [0] * 4, "the other ranks of its replica run along"
     assert ActivationStore(folder).manifest.complete
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size - 1), 2),
+        (lambda path: path.unlink(), 0),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), 0),
+    ],
+    ids=["truncated", "missing", "zeroed"],
+)
+def test_a_damaged_shard_is_repaired_by_a_resumed_run(
+    make_layout: Layout, make_document: MakeDocument, folder: Path, damage: Callable[[Path], None], kept: int
+) -> None:
+    before = {path: path.read_bytes() for path in folder.glob("shard_*/*")}
+    path = folder / "shard_dp0_pp1_tp1" / "mlp_label_10.mmap"
+    damage(path)
+    refused(folder, r"mlp_label_10.mmap.*collect again with --resume", (ValueError, FileNotFoundError))
+    skipped = collect_sharded(folder, make_layout(), CUT, make_document, PIECES, resume=True)
+    assert skipped == [kept] * 4 + [2] * 4, "the other ranks of its replica run along"
+    assert {path: path.read_bytes() for path in folder.glob("shard_*/*")} == before
 
 
 def test_a_kill_while_surplus_pieces_are_dropped_loses_nothing_else(

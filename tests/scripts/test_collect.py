@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -282,6 +283,21 @@ def test_a_damaged_store_is_repaired_by_collecting_with_resume(llama: Path, tmp_
             ActivationStore(tmp_path / "store")
         run(tmp_path / "store", resume=True)
         assert files(tmp_path / "store") == files(tmp_path / "whole")
+
+
+def test_a_file_that_reaches_the_limit_is_one_line_and_a_resume_completes(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))  # as a full disk: the kernel refuses the write
+    try:
+        line = one_error_line(main, Options, arguments(llama, tmp_path), capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "store/mlp_label_" in line and "no space left to write it" in line and "continue with --resume" in line
+    assert not ActivationStore(tmp_path / "store").manifest.complete
+    run_stage(main, Options, [str(word) for word in arguments(llama, tmp_path)] + ["--resume"])
+    assert ActivationStore(tmp_path / "store", verify=True).num_rows == 302
 
 
 @pytest.mark.parametrize(

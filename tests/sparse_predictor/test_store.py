@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sparse_predictor.store
+from data.files import only_writer
 from modules.decoder import Decoder
 from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
@@ -298,6 +299,17 @@ def test_predictors_without_sums_are_those_of_an_older_version_and_are_read(pred
     path.write_text(json.dumps(record))
     assert len(load_predictors(predictors, model)[0]) == 24
     attach_selection(model, Selection(method="static", predictors=predictors, mlp_density=0.5))
+
+
+def test_reading_predictors_while_they_are_trained_names_the_process(
+    predictors: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (predictors / "manifest.json").unlink()
+    with only_writer(predictors):
+        monkeypatch.setattr("data.files.os.getpid", lambda: -1)  # another process asks
+        with pytest.raises(BlockingIOError, match="predictors is being written by process [0-9]+ on .*; wait until"):
+            load_predictors(predictors, model)
+        monkeypatch.undo()
 
 
 def test_files_have_the_mode_that_umask_gives(folder: Path, predictors: Path, model: Decoder) -> None:
