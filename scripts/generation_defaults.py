@@ -69,15 +69,25 @@ class GenerationFile(msgspec.Struct):
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
     """What ends a text, and fields of `SamplingParams`: `sampling` of sampled text (None: the authors say greedy, or
-    nothing), `penalties` of any text, only those that are set."""
+    nothing), `penalties` of any text, only those that are set. `ignored`: what is set and not applied."""
 
     eos_token_ids: tuple[int, ...]
     sampling: dict[str, Any] | None = None
     penalties: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, Any] = field(default_factory=dict)
+
+    def tell(self) -> None:
+        """Log what is followed and what is not."""
+        if self.penalties:
+            told = ", ".join(map(_told, self.penalties.items()))
+            logger.info(f"{FILE_NAME} is followed, in greedy text too: {told}")
+        if self.ignored:
+            told = ", ".join(f"{name} {value!r}" for name, value in self.ignored.items())
+            logger.warning(f"{FILE_NAME}: not applied, so texts may differ from Hugging Face's: {told}")
 
 
 def read_generation_defaults(directory: Path, config: ModelConfig, tokenizer: Any | None) -> GenerationDefaults:
-    """Of a checkpoint folder; logs what is followed and what is not. ValueError names the file and the key.
+    """Of a checkpoint folder. ValueError names the file and the key.
 
     A text ends at generation_config.json's EOS ids (the config's where it names none) and at the tokenizer's EOS.
     """
@@ -88,18 +98,16 @@ def read_generation_defaults(directory: Path, config: ModelConfig, tokenizer: An
     tokenizers = None if tokenizer is None else tokenizer.eos_token_id
     ends = [*(named if isinstance(named, Sequence) else [named]), *([] if tokenizers is None else [tokenizers])]
     defaults = GenerationDefaults(
-        eos_token_ids=tuple(dict.fromkeys(ends)), sampling=_sampling(file), penalties=_penalties(file, ends)
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        sampling=_sampling(file),
+        penalties=_penalties(file, ends),
+        ignored={name: values[name] for name in NOT_APPLIED if _changes(name, values.get(name))},
     )
     outside = [i for words in defaults.penalties.get("bad_words_ids", ()) for i in words if i >= config.vocab_size]
     if outside:
         raise ValueError(
             f"{path}: `bad_words_ids`: token id {outside[0]} lies outside the vocabulary of {config.vocab_size}"
         )
-    if defaults.penalties:
-        logger.info(f"{FILE_NAME} is followed, in greedy text too: {', '.join(map(_told, defaults.penalties.items()))}")
-    if ignored := [name for name in NOT_APPLIED if _changes(name, values.get(name))]:
-        found = ", ".join(f"{name} {values[name]!r}" for name in ignored)
-        logger.warning(f"{path}: not applied, so texts may differ from Hugging Face's: {found}")
     return defaults
 
 

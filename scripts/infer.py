@@ -95,7 +95,7 @@ def main(options: Options) -> GenerationTimings:
             mesh,
             [prepared for _, prepared in pending],
             batch_size=options.batch_size,
-            eos_token_ids=loaded.generation_defaults.eos_token_ids,
+            eos_token_ids=loaded.eos_token_ids,
             decode=loaded.decode,
             on_finish=finish,
             timings=timings,
@@ -128,7 +128,7 @@ def _settings(options: Options, defaults: dict[str, Any], loaded: LoadedModel) -
         **defaults,
         **penalties,
         **{name: getattr(options, name) for name in ("seed", "echo", "chat")},
-        "eos_token_ids": list(loaded.generation_defaults.eos_token_ids),
+        "eos_token_ids": list(loaded.eos_token_ids),
         "tokenizer": tokenizer_fingerprint(loaded.directory),
         **{name: found for name, found in sources_of(loaded, selection).items() if found is not None},
     }

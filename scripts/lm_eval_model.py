@@ -67,9 +67,9 @@ class EngineLM(TemplateLM):
     def eot_token_id(self) -> int:
         """End of text: the tokenizer's EOS, else the first that the model has. ValueError if it has none."""
         eos = self.tokenizer.eos_token_id
-        if eos is None and not self.loaded.generation_defaults.eos_token_ids:
+        if eos is None and not self.loaded.eos_token_ids:
             raise ValueError(f"{self.loaded.directory}: neither the tokenizer nor the config names a BOS or EOS token")
-        return self.loaded.generation_defaults.eos_token_ids[0] if eos is None else eos
+        return self.loaded.eos_token_ids[0] if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
@@ -155,8 +155,7 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """The text that follows each context, before the first of its stop strings."""
         prepared = [self._generation_request(idx, *request.args) for idx, request in enumerate(requests)]
-        ends = self.loaded.generation_defaults.eos_token_ids
-        texts = self._ask(Call("generations", generations=prepared, eos_token_ids=ends))
+        texts = self._ask(Call("generations", generations=prepared, eos_token_ids=self.loaded.eos_token_ids))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts

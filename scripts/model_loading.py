@@ -210,9 +210,19 @@ class LoadedModel:
         return None if self.tokenizer is None else partial(decode_text, self.tokenizer)
 
     @cached_property
-    def generation_defaults(self) -> GenerationDefaults:
-        """What ends a text, and what of generation_config.json is followed."""
+    def _generation_defaults(self) -> GenerationDefaults:
         return read_generation_defaults(self.directory, self.model.config, self.tokenizer)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends a text, as config.json, generation_config.json and the tokenizer say."""
+        return self._generation_defaults.eos_token_ids
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What of generation_config.json is to be followed, for who does: logs it on first use."""
+        self._generation_defaults.tell()
+        return self._generation_defaults
 
     def self_writer(
         self, *, quiet: bool = False, max_tokens: int | None = None

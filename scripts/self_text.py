@@ -107,7 +107,7 @@ def write_batch(
 ) -> list[list[int]]:
     """Token ids of consecutive documents; `on_token` hears of each token that is drawn (a collective call)."""
     model, context = loaded.model, _context(loaded)
-    eos = loaded.generation_defaults.eos_token_ids
+    eos = loaded.eos_token_ids
     # A row that ends makes the step that already runs worthless, and with many rows one ends nearly every step. Then it
     # is cheaper to let all go on to the same length and cut: what a row draws depends on no other.
     cuts = can_capture(model) and batch_size > BATCH_SIZE

@@ -19,6 +19,7 @@ from scripts.batch_sizes import BatchSizes
 from scripts.command_line import configure_logging
 from scripts.lm_eval_model import EngineLM
 from scripts.model_loading import ModelOptions
+from scripts.self_text import write_documents
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
 from tests.modules.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
@@ -233,6 +234,10 @@ def test_what_is_followed_and_what_is_not_is_said_once(
     followed = "generation_config.json is followed, in greedy text too: repetition_penalty 1.5, 2 bad_words_ids\n"
     ignored = "not applied, so texts may differ from Hugging Face's: min_new_tokens 3, num_beams 4, "
     assert told.count(followed) == 1 and told.count(f"{ignored}suppress_tokens [5], typical_p 0.9\n") == 1
+    # The corpus that a model writes itself is its own distribution: nothing is followed there, and nothing said.
+    capsys.readouterr()
+    next(write_documents(ModelOptions(model=str(folder)).load(), seed=0, max_tokens=1, quiet=True))
+    assert "generation_config.json" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
