@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import shutil
 import sys
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import tyro
 from loguru import logger
 from tqdm import tqdm
 
-from modules.checkpoint import CheckpointWriter, load_config, read_hf_config
+from data.files import changed_files, disk_errors, only_writer, write_json
+from modules.checkpoint import load_config, read_hf_config
 from modules.checkpoint_files import (
     CONFIG_FILE,
     DTYPES,
@@ -31,31 +34,17 @@ from modules.checkpoint_files import (
     ShardFiles,
     TensorSource,
     is_converted,
-    read_manifest,
+    part_file,
 )
 from modules.checkpoint_gguf import GgufFile
+from modules.checkpoint_manifest import Manifest, read_manifest
+from modules.checkpoint_tokenizer import TOKENIZER_FILES, check_tokenizer, open_tokenizer, write_gguf_tokenizer
+from modules.checkpoint_writer import CheckpointWriter, recover
 from modules.config import ModelConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+GENERATION_FILE = "generation_config.json"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-# How a GGUF's byte-level tokenizer cuts text before merging (`tokenizer.ggml.pre`). transformers gives all of them
-# GPT-2's rule; these two differ from it on digits.
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,77 +58,112 @@ class Options:
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Type to store the weights in; auto: the source's (float32 for GGUF)."""
     overwrite: bool = False
-    """Replace a converted checkpoint of another model or dtype at output-dir."""
+    """Convert anew whatever checkpoint is at output-dir, that of another model or dtype too."""
     quiet: bool = False
     """No progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """An opened source: the config as given, how to get its tensors, and how to add its tokenizer to a folder."""
+    """An opened source: the config as given, how to get its tensors, and how to add the other files to a folder."""
 
     model_id: str
     hf_config: dict[str, Any]
     tensors: Callable[[ModelConfig, Shapes], TensorSource]
-    copy_tokenizer: Callable[[Path], None]
+    write_others: Callable[[Path, ModelConfig], None]
 
 
 def main(options: Options) -> None:
-    """Convert, unless the same conversion is already there. Raises ValueError or OSError, one line each."""
+    """Convert, unless the same conversion is already there and whole; what is damaged of it is written anew.
+
+    Raises ValueError or OSError, one line each; BlockingIOError while another process writes there.
+    """
+    with only_writer(options.output_dir):
+        convert(options)
+
+
+def convert(options: Options) -> None:
+    """As `main`, by the one who holds the output."""
+    recover(Path(os.path.abspath(options.output_dir)))
     path = Path(options.source)
-    existing = existing_manifest(options.output_dir)
-    identity = {"source": options.source, "requested_dtype": options.dtype}
-    if not path.exists() and is_same(existing, identity):  # a hub id: no network needed
+    existing = existing_manifest(options.output_dir, overwrite=options.overwrite)
+    damaged = damaged_files(options.output_dir, existing) if existing is not None else []
+    asked = {"source": options.source, "requested_dtype": options.dtype}
+    if not path.exists() and is_same(existing, asked) and not damaged:  # a hub id: no network needed
         print(f"{options.output_dir}: already converted from {options.source}")
         return
     if not path.exists():
         path = fetch(options.source)
     identity = {"source_fingerprint": fingerprint(path), "requested_dtype": options.dtype}
-    if is_same(existing, identity):
-        print(f"{options.output_dir}: already converted from {options.source}")
-        return
-    if existing and not options.overwrite:
+    kept, dtype = {}, DTYPES.get(options.dtype)
+    if existing is not None and is_same(existing, identity):
+        if not damaged:
+            print(f"{options.output_dir}: already converted from {options.source}")
+            return
+        more = f" and {len(damaged) - 4} more" if len(damaged) > 4 else ""
+        what = (
+            f"{', '.join(damaged[:4])}{more} missing, damaged or unknown" if existing.sums else "written without sums"
+        )
+        logger.warning(f"{options.output_dir}: {what}: written anew")
+        dtype = getattr(torch, existing.dtype)
+        kept = {name: record for name, record in existing.files.items() if name not in damaged}
+    elif existing is not None:
         raise ValueError(
-            f"{options.output_dir}: holds {existing.get('model_id')} ({existing.get('dtype')}), converted from "
-            f"{existing.get('source')}; pass --overwrite to replace it"
+            f"{options.output_dir}: holds {existing.model_id} ({existing.dtype}), converted from "
+            f"{existing.source}; pass --overwrite to replace it"
         )
     source = open_gguf(path) if path.suffix == ".gguf" else open_folder(path)
     writer = CheckpointWriter(
         options.output_dir,
         source.hf_config,
         model_id=source.model_id,
-        dtype=DTYPES.get(options.dtype),
+        dtype=dtype,
         manifest=identity | {"source": options.source},
+        kept=kept,
     )
     tensors = source.tensors(writer.config, writer.shapes)
     check_disk(writer, tensors)
     with writer:
-        source.copy_tokenizer(writer.partial_dir)
+        source.write_others(writer.partial_dir, writer.config)
         for _ in tqdm(writer.write_parts(tensors), total=len(writer.shapes), unit="part", disable=options.quiet):
             pass
     print(f"{options.output_dir}: {source.model_id}, {writer.config.num_hidden_layers} layers, {writer.dtype}")
 
 
-def existing_manifest(output_dir: Path) -> dict[str, Any]:
-    """The manifest of an earlier conversion, {} if the place is free; ValueError if something else is there."""
+def existing_manifest(output_dir: Path, *, overwrite: bool) -> Manifest | None:
+    """The manifest of an earlier conversion, None if the place is free or to be overwritten; ValueError if something
+    else is there."""
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
-        return {}
-    manifest = read_manifest(output_dir) if output_dir.is_dir() else None
-    if manifest is None:
+        return None
+    if not output_dir.is_dir() or not is_converted(output_dir):
         raise ValueError(f"{output_dir}: exists and is not a checkpoint that this command wrote; choose another folder")
+    if overwrite:
+        return None
+    manifest = read_manifest(output_dir)
+    if manifest is None:
+        raise ValueError(f"{output_dir}: holds a checkpoint without a manifest; pass --overwrite to replace it")
     return manifest
 
 
-def is_same(manifest: dict[str, Any], identity: dict[str, str]) -> bool:
+def damaged_files(output_dir: Path, manifest: Manifest) -> list[str]:
+    """Names of the files that are missing, not as they were written, or parts of nothing; all of them where an older
+    version recorded no sums."""
+    sums = manifest.sums
+    unknown = [name for name in (*manifest.files, CONFIG_FILE) if name not in sums]
+    extra = [path.name for path in output_dir.glob(part_file("*")) if path.name not in manifest.files]
+    return unknown + changed_files(output_dir, sums) + extra
+
+
+def is_same(manifest: Manifest | None, identity: dict[str, str]) -> bool:
     """Whether a manifest is that of the conversion that was asked for."""
-    return bool(manifest) and all(manifest.get(key) == value for key, value in identity.items())
+    return manifest is not None and all(getattr(manifest, key) == value for key, value in identity.items())
 
 
 def fingerprint(path: Path, block: int = 1 << 16, num_blocks: int = 16) -> str:
     """Names a source by the name, size and evenly spaced blocks of each file that a conversion reads."""
     files = [path]
     if path.is_dir():
-        read = [path / CONFIG_FILE, *(path / name for name in TOKENIZER_FILES)]
+        read = [path / name for name in (CONFIG_FILE, *TOKENIZER_FILES, GENERATION_FILE)]
         files = sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), *(file for file in read if file.exists())])
     digest = hashlib.sha256()
     for file in files:
@@ -155,7 +179,8 @@ def fingerprint(path: Path, block: int = 1 << 16, num_blocks: int = 16) -> str:
 def check_disk(writer: CheckpointWriter, tensors: TensorSource) -> None:
     """OSError if the weights cannot fit; nothing has been written yet."""
     itemsize = (writer.dtype or next(iter(tensors.read_part("embs").values())).dtype).itemsize
-    needed = itemsize * sum(math.prod(shape) for part in writer.shapes.values() for shape in part.values())
+    new = [part for name, part in writer.shapes.items() if part_file(name) not in writer.kept]
+    needed = itemsize * sum(math.prod(shape) for part in new for shape in part.values())
     folder = writer.output_dir
     while not folder.exists():
         folder = folder.parent
@@ -194,16 +219,20 @@ def open_folder(directory: Path) -> Source:
     hf_config = read_hf_config(directory)
     load_config(directory)  # refuse other architectures before looking for weights
 
-    def copy_tokenizer(target: Path) -> None:
-        for name in TOKENIZER_FILES:
+    def write_others(target: Path, config: ModelConfig) -> None:
+        tokenizer = open_tokenizer(directory)
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, config.vocab_size, directory)
+        for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (directory / name).is_file():
-                shutil.copyfile(directory / name, target / name)
+                with disk_errors(target / name):
+                    shutil.copyfile(directory / name, target / name)
 
     return Source(
         model_id=hub_name(directory) or str(hf_config.get("_name_or_path") or directory.resolve().name),
         hf_config=hf_config,
         tensors=lambda config, shapes: ShardFiles(directory, config, shapes),
-        copy_tokenizer=copy_tokenizer,
+        write_others=write_others,
     )
 
 
@@ -217,40 +246,18 @@ def open_gguf(path: Path) -> Source:
     """A GGUF file of a Llama, dequantised."""
     file = GgufFile(path)
 
-    def copy_tokenizer(target: Path) -> None:
-        from transformers import AutoTokenizer
-
-        if file.field("tokenizer.ggml.model") is None:
+    def write_others(target: Path, config: ModelConfig) -> None:
+        keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+        write_json(target / GENERATION_FILE, {key: file.hf_config[key] for key in keys}, indent=2)
+        tokenizer = write_gguf_tokenizer(file.field, path, target)
+        if tokenizer is None:
             logger.warning(f"{path}: has no tokenizer; only token ids can be given to this model")
-            return
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        except Exception as error:  # tokenizers raises plain Exception for a vocabulary it cannot build
-            raise ValueError(f"{path}: its tokenizer cannot be read: {error}") from error
-        set_pre_tokenizer(tokenizer, file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.pre"))
-        tokenizer.save_pretrained(target)
+        else:
+            check_tokenizer(tokenizer, config.vocab_size, path)
 
     return Source(
-        model_id=path.stem, hf_config=file.hf_config, tensors=lambda config, shapes: file, copy_tokenizer=copy_tokenizer
+        model_id=path.stem, hf_config=file.hf_config, tensors=lambda config, shapes: file, write_others=write_others
     )
-
-
-def set_pre_tokenizer(tokenizer: Any, model: str | None, rule: str | None) -> None:
-    """Give a byte-level tokenizer read from GGUF the cutting rule that it was trained with."""
-    from tokenizers import Regex, pre_tokenizers
-
-    if model != "gpt2" or rule in (None, "default", "gpt-2"):
-        return
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule == "smollm")
-    if rule == "smollm":
-        first: Any = pre_tokenizers.Digits(individual_digits=True)
-    elif rule in ("llama-bpe", "llama3", "llama-v3"):
-        first = pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated")
-        tokenizer.backend_tokenizer.model.ignore_merges = True  # a piece that is a token needs no merging
-    else:
-        logger.warning(f"GGUF pre-tokenizer {rule!r} is not known here: text is cut as GPT-2 does")
-        return
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
 
 
 def run(args: list[str] | None = None) -> None:
@@ -259,8 +266,14 @@ def run(args: list[str] | None = None) -> None:
     try:
         main(options)
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename is not None:
+            message = f"{error.filename}: {error.strerror}"
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted; give the same command again", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

@@ -11,37 +11,25 @@ The layout is that of the DejaVu tooling, whose folders (without a manifest) loa
 random weights: whatever is missing, extra, misshapen or not finite is an error that names it.
 """
 
-import datetime
 import hashlib
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from data.files import read_json
 from modules.checkpoint_files import (
     CONFIG_FILE,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
     Shapes,
-    StateDict,
     TensorSource,
     check_finite,
     check_part,
     check_tied,
-    is_converted,
     open_source,
-    part_file,
-    read_json,
-    write_json,
 )
-from modules.checkpoint_keys import EMBEDDINGS, HEAD, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
+from modules.checkpoint_keys import EMBEDDINGS, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
+from modules.checkpoint_manifest import MANIFEST_FILE, read_manifest
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.shards import own_tensor, set_parameter, take_part
@@ -51,8 +39,17 @@ Prepare = Callable[[Decoder], None]
 
 
 def load_config(source_dir: str | Path) -> ModelConfig:
-    """The model configuration of a converted or Hugging Face folder (its `config.json`)."""
-    return _parse_config(read_hf_config(source_dir), Path(source_dir) / CONFIG_FILE)
+    """The model configuration of a converted or Hugging Face folder (its `config.json`); ValueError if it is not the
+    one that a converted folder was written with."""
+    path = Path(source_dir) / CONFIG_FILE
+    config = parse_config(read_hf_config(source_dir), path)
+    manifest = read_manifest(path.parent)
+    if manifest is not None and manifest.config_hash != config.config_hash():
+        raise ValueError(
+            f"{path}: changed since the checkpoint was written (configuration {config.config_hash()}, "
+            f"{MANIFEST_FILE} has {manifest.config_hash}); put it back, or {manifest.repair(path.parent)}"
+        )
+    return config
 
 
 def read_hf_config(source_dir: str | Path) -> dict[str, Any]:
@@ -63,13 +60,14 @@ def read_hf_config(source_dir: str | Path) -> dict[str, Any]:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing; a converted or Hugging Face checkpoint folder has one")
-    return read_json(path)
+    return read_json(path, dict)
 
 
-def _parse_config(hf_config: Mapping[str, Any], path: Path) -> ModelConfig:
+def parse_config(hf_config: Mapping[str, Any], path: Path) -> ModelConfig:
+    """`ModelConfig.from_hf`, whose ValueError then names the file."""
     try:
         return ModelConfig.from_hf(hf_config)
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -168,131 +166,3 @@ def random_model(
             value += 1.0
         set_parameter(model, name, take_part(value, shard).to(dtype))
     return model.eval()
-
-
-class CheckpointWriter:
-    """Writes a checkpoint folder, part by part; it appears under its name only when it is complete.
-
-    Until then it is `<name>.partial`, which a later run replaces and an error removes. Used as a context manager:
-    `with CheckpointWriter(...) as writer: writer.write_parts(source)`.
-    """
-
-    def __init__(
-        self,
-        output_dir: str | Path,
-        hf_config: Mapping[str, Any],
-        *,
-        model_id: str,
-        dtype: torch.dtype | None = None,
-        manifest: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.output_dir = Path(os.path.abspath(output_dir))
-        self.partial_dir = self.output_dir.with_name(self.output_dir.name + ".partial")
-        self.hf_config = dict(hf_config)
-        self.config = _parse_config(hf_config, self.output_dir / CONFIG_FILE)
-        self.shapes = checkpoint_shapes(self.config)
-        self.dtype = dtype
-        self.model_id = model_id
-        self.extra_manifest = dict(manifest or {})
-        self._files: dict[str, Any] = {}
-
-    def __enter__(self) -> "CheckpointWriter":
-        if self.output_dir.exists() and not is_converted(self.output_dir) and any(self.output_dir.iterdir()):
-            raise ValueError(f"{self.output_dir}: exists and is not a converted checkpoint; choose another folder")
-        if self.partial_dir.is_dir():
-            shutil.rmtree(self.partial_dir)  # left by a run that was killed
-        self.partial_dir.mkdir(parents=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            shutil.rmtree(self.partial_dir, ignore_errors=True)  # on success it has been renamed
-
-    def write_parts(self, source: TensorSource) -> Iterator[str]:
-        """Write every part of `source`, yielding each part's name once it is written (for a progress bar)."""
-        for part in parts(self.config):
-            tensors = check_part(source, part, self.shapes[part])
-            if self.dtype is None:
-                self.dtype = tensors["embed_tokens.weight"].dtype
-            if part == HEAD and self.config.tie_word_embeddings:
-                embeddings = source.read_part(EMBEDDINGS)["embed_tokens.weight"]
-                check_tied(tensors["lm_head.weight"], embeddings, source.where(part, "lm_head.weight"))
-                del embeddings
-            self._write_part(part, tensors, source)
-            del tensors
-            yield part
-
-    def _write_part(self, part: str, tensors: Mapping[str, Tensor], source: TensorSource) -> None:
-        assert self.dtype is not None
-        written = {}
-        for key, tensor in tensors.items():
-            # A copy: torch.save writes a view's whole storage, which may be a mapped file.
-            written[key] = own_tensor(tensor.to(device="cpu", dtype=self.dtype), tensor)
-            check_finite(written[key], tensor, source.where(part, key))
-        path = self.partial_dir / part_file(part)
-        torch.save(written, path)
-        self._files[path.name] = {
-            "bytes": path.stat().st_size,
-            "tensors": {key: list(tensor.shape) for key, tensor in written.items()},
-        }
-
-    def _finish(self) -> None:
-        missing = [part for part in self.shapes if part_file(part) not in self._files]
-        if missing:
-            raise ValueError(f"{self.output_dir}: parts not written: {', '.join(missing)}")
-        assert self.dtype is not None
-        dtype = str(self.dtype).removeprefix("torch.")
-        dtype_key = "dtype" if "dtype" in self.hf_config else "torch_dtype"  # transformers 5, older
-        write_json(self.partial_dir / CONFIG_FILE, self.hf_config | {dtype_key: dtype})
-        manifest = {
-            "format": "checkpoint",
-            "format_version": FORMAT_VERSION,
-            "model_id": self.model_id,
-            "config_hash": self.config.config_hash(),
-            "dtype": dtype,
-            "num_hidden_layers": self.config.num_hidden_layers,
-            "num_tensors": sum(len(keys) for keys in self.shapes.values()),
-            "num_parameters": sum(parameter.numel() for parameter in build_on_meta(self.config).parameters()),
-            "command_line": sys.argv,
-            "git_commit": git_commit(),
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            **self.extra_manifest,
-            "files": self._files,
-        }
-        write_json(self.partial_dir / MANIFEST_FILE, manifest)
-        replaced = self.output_dir.with_name(self.output_dir.name + ".replaced")
-        if self.output_dir.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.replace(self.output_dir, replaced)
-        os.replace(self.partial_dir, self.output_dir)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def write_checkpoint(
-    output_dir: str | Path,
-    hf_config: Mapping[str, Any],
-    state_dict: Mapping[str, Tensor],
-    *,
-    model_id: str,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write a checkpoint from tensors in memory under Hugging Face's full names (`model.state_dict()`)."""
-    with CheckpointWriter(output_dir, hf_config, model_id=model_id, dtype=dtype) as writer:
-        for _ in writer.write_parts(StateDict(state_dict, writer.config, writer.shapes, model_id)):
-            pass
-
-
-def git_commit() -> str | None:
-    """The commit of this code, with "+dirty" if it was changed; None outside a checkout."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return result.stdout.strip() or None

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from modules.checkpoint import CheckpointWriter
+from data.files import only_writer
 from modules.checkpoint_config import to_hf_config
 from modules.checkpoint_keys import hf_name, tensor_locations
+from modules.checkpoint_writer import CheckpointWriter
 from modules.decoder import Decoder
 
 
@@ -56,7 +57,7 @@ def write_model(
     writer = CheckpointWriter(
         output_dir, to_hf_config(model.config), model_id=model_id, dtype=model.dtype, manifest=manifest
     )
-    with writer:
+    with only_writer(output_dir), writer:
         for path in other_files:
             shutil.copyfile(path, writer.partial_dir / path.name)
         for _ in writer.write_parts(DecoderTensors(model)):

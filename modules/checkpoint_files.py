@@ -5,7 +5,6 @@ needs only a slice of a tensor reads only that slice.
 """
 
 import hashlib
-import json
 import pickle
 import re
 import zipfile
@@ -13,17 +12,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from loguru import logger
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from data.files import read_json
 from modules.checkpoint_keys import locate_hf_names
+from modules.checkpoint_manifest import MANIFEST_FILE, check_part_file, check_small_files, read_manifest
 from modules.config import ModelConfig
 
 CONFIG_FILE = "config.json"
-MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLED_BLOCKS, BLOCK_BYTES = 8, 4096  # of each weight file, for the fingerprint
 READABLE_DTYPES = (*DTYPES.values(), torch.float64)
@@ -55,38 +55,9 @@ def part_file(part: str) -> str:
     return f"pytorch_{part}.pt"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; ValueError names the file if it is anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def is_converted(directory: Path) -> bool:
     """Whether a folder is in the one-file-a-layer layout (ours, or the DejaVu tooling's, which has no manifest)."""
     return (directory / part_file("embs")).exists() or (directory / MANIFEST_FILE).exists()
-
-
-def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of a converted folder, or None where there is none; ValueError if it cannot be understood."""
-    path = directory / MANIFEST_FILE
-    if not path.exists():
-        return None
-    manifest = read_json(path)
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
-            f"{path}: format_version {manifest.get('format_version')!r} is not supported; supported: {FORMAT_VERSION}; "
-            "convert the model again"
-        )
-    return manifest
 
 
 def open_tensors(path: Path) -> Mapping[str, Any]:
@@ -109,28 +80,40 @@ class PartFiles:
 
     def __init__(self, directory: Path, shapes: Shapes) -> None:
         self.directory = directory
-        manifest = read_manifest(directory) or {}
-        recorded = manifest.get("files", {})
+        self.manifest = read_manifest(directory)
+        recorded = self.manifest.files if self.manifest is not None else {}
+        repair = f"; {self.manifest.repair(directory)}" if self.manifest is not None else ""
         for part in shapes:
             path = directory / part_file(part)
             if not path.is_file():
-                raise FileNotFoundError(f"{path}: missing; the config asks for {len(shapes) - 2} layers")
-            size = recorded.get(path.name, {}).get("bytes", path.stat().st_size)
-            if path.stat().st_size != size:
+                raise FileNotFoundError(f"{path}: missing; the config asks for {len(shapes) - 2} layers{repair}")
+            size = path.stat().st_size
+            if path.name in recorded and size != recorded[path.name].bytes:
                 raise ValueError(
-                    f"{path}: {path.stat().st_size} bytes, but the manifest says {size}: truncated or replaced; "
-                    "convert the model again"
+                    f"{path}: {size} bytes, but the manifest says {recorded[path.name].bytes}: truncated or "
+                    f"replaced{repair}"
                 )
         known = {part_file(part) for part in shapes}
         for path in sorted(directory.glob("pytorch_*.pt")):
             if path.name not in known:
                 raise ValueError(f"{path}: unexpected; the config asks for layers 0 to {len(shapes) - 3} only")
+        if self.manifest is not None:
+            check_small_files(directory, self.manifest)
 
     def read_part(self, part: str) -> dict[str, Tensor]:
-        return dict(open_tensors(self.directory / part_file(part)))
+        path = self.directory / part_file(part)
+        if self.manifest is not None:
+            check_part_file(path, self.manifest)
+        return dict(open_tensors(path))
 
     def where(self, part: str, key: str) -> str:
         return f"{self.directory / part_file(part)}: {key}"
+
+
+class _Index(msgspec.Struct):
+    """`*.index.json`: tensor name -> file."""
+
+    weight_map: dict[str, str]
 
 
 class ShardFiles:
@@ -224,9 +207,9 @@ def _shards(directory: Path) -> tuple[list[str], dict[str, str]]:
             continue
         if not name.endswith(".index.json"):
             return [name], {}
-        listed = read_json(path).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
-            raise ValueError(f"{path}: no weight_map from tensor names to files")
+        listed = read_json(path, _Index).weight_map
+        if outside := [shard for shard in listed.values() if shard in ("", "..") or Path(shard).name != shard]:
+            raise ValueError(f"{path}: weight_map names {outside[0]!r}; only names of files in this folder are read")
         return sorted(set(listed.values())), listed
     ggufs = sorted(file.name for file in directory.glob("*.gguf"))
     hint = f"; it holds {', '.join(ggufs)}: convert that file by its path" if ggufs else ""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modules.checkpoint_config import rope_keys
 from modules.checkpoint_keys import EMBEDDINGS, HEAD
 from modules.config import ModelConfig, RopeScaling
 from modules.positions import rotary_frequencies
@@ -50,12 +51,18 @@ class GgufFile:
         if self.field("general.architecture") != "llama":
             raise ValueError(f"{path}: GGUF architecture {self.field('general.architecture')!r}; supported: llama")
         self.hf_config = self._hf_config()
-        self.config = ModelConfig.from_hf(self.hf_config)
+        self.config = self._parsed()
+        self.hf_config["head_dim"] = self.config.head_dim
+        rotary_dim = self.field("llama.rope.dimension_count", self.config.head_dim)
+        if rotary_dim != self.config.head_dim:
+            raise ValueError(
+                f"{self.path}: rotary over {rotary_dim} of {self.config.head_dim} dims of a head is not supported"
+            )
         self._names = self._gguf_names()
         self._check_names()
         if ROPE_FACTORS in self._tensors:
-            self.hf_config["rope_parameters"] = self._llama3_scaling()
-            self.config = ModelConfig.from_hf(self.hf_config)
+            self.hf_config |= rope_keys(self.config.rope_theta, self._llama3_scaling())
+            self.config = self._parsed()
 
     def field(self, name: str, default: Any = None) -> Any:
         """A value of the file's metadata."""
@@ -87,6 +94,12 @@ class GgufFile:
             return weight  # a wrong shape is reported by whoever asked
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
+    def _parsed(self) -> ModelConfig:
+        try:
+            return ModelConfig.from_hf(self.hf_config)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
     def _hf_config(self) -> dict[str, Any]:
         def required(name: str) -> Any:
             value = self.field(f"llama.{name}")
@@ -94,17 +107,12 @@ class GgufFile:
                 raise ValueError(f"{self.path}: GGUF metadata lacks llama.{name}")
             return value
 
-        heads = required("attention.head_count")
-        head_dim = self.field("llama.attention.key_length") or required("embedding_length") // heads
-        rotary_dim = self.field("llama.rope.dimension_count", head_dim)
-        if rotary_dim != head_dim:
-            raise ValueError(f"{self.path}: rotary over {rotary_dim} of {head_dim} dims of a head is not supported")
         if "token_embd.weight" not in self._tensors:
             raise ValueError(f"{self.path}: missing token_embd.weight")
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.field("llama.rope.freq_base", 10000.0)}
+        rope = None
         scaling = self.field("llama.rope.scaling.type")
         if scaling == "linear":
-            rope |= {"rope_type": "linear", "factor": required("rope.scaling.factor")}
+            rope = {"rope_type": "linear", "factor": required("rope.scaling.factor")}
         elif scaling not in (None, "none"):
             raise ValueError(f"{self.path}: rope scaling {scaling!r} is not supported; convert the original checkpoint")
         return {
@@ -114,13 +122,13 @@ class GgufFile:
             "hidden_size": required("embedding_length"),
             "intermediate_size": required("feed_forward_length"),
             "num_hidden_layers": required("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self.field("llama.attention.head_count_kv", heads),
-            "head_dim": head_dim,
+            "num_attention_heads": required("attention.head_count"),
+            "num_key_value_heads": self.field("llama.attention.head_count_kv"),
+            "head_dim": self.field("llama.attention.key_length"),
             "max_position_embeddings": required("context_length"),
             "hidden_act": "silu",
             "rms_norm_eps": required("attention.layer_norm_rms_epsilon"),
-            "rope_parameters": rope,
+            **rope_keys(self.field("llama.rope.freq_base", 10000.0), rope),
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": "output.weight" not in self._tensors,
@@ -128,6 +136,7 @@ class GgufFile:
             "eos_token_id": self._ends_of_text(),
             "pad_token_id": self.field("tokenizer.ggml.padding_token_id"),
             "dtype": "float32",
+            "torch_dtype": "float32",
         }
 
     def _ends_of_text(self) -> int | list[int] | None:
@@ -165,7 +174,6 @@ class GgufFile:
             raise ValueError(f"{self.path}: {ROPE_FACTORS} is not Llama 3.1's scaling; convert the original checkpoint")
         return {
             "rope_type": "llama3",
-            "rope_theta": self.config.rope_theta,
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,

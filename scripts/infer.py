@@ -187,7 +187,10 @@ def _token_ids(request: PromptRequest, loaded: LoadedModel, *, chat: bool) -> li
     assert request.prompt is not None
     tokenizer = loaded.require_tokenizer(f"request {request.id!r} is text")
     if chat:
-        return chat_token_ids(tokenizer, request.prompt)
+        try:
+            return chat_token_ids(tokenizer, request.prompt)
+        except ValueError as error:
+            raise ValueError(f"request {request.id!r}: {error}") from error
     # verbose=False: a prompt longer than the context gets an answer that says so, not a warning as well.
     return list(tokenizer(request.prompt, verbose=False)["input_ids"])
 

@@ -19,7 +19,9 @@ from loguru import logger
 
 from data.files import read_json, sha256_of
 from modules.checkpoint import load_model
-from modules.checkpoint_files import MANIFEST_FILE, checkpoint_fingerprint
+from modules.checkpoint_files import checkpoint_fingerprint
+from modules.checkpoint_manifest import MANIFEST_FILE, verify_checkpoint
+from modules.checkpoint_tokenizer import MAIN_FILES, chat_text, open_tokenizer
 from modules.decoder import Decoder
 from modules.requests import Decode
 from pipeline_parallel.engine import check_same_everywhere, parallelise
@@ -31,7 +33,6 @@ from scripts.generation_defaults import GenerationDefaults, read_generation_defa
 from scripts.threads import share_cores
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 
@@ -75,6 +76,8 @@ class ModelOptions:
         directory = resolve_model(self.model)
         if mesh.world_size > 1:
             check_same_everywhere(mesh, f"--model {self.model}: the checkpoint", checkpoint_fingerprint(directory))
+        if self.verify and launch.local_rank == 0:
+            verify_checkpoint(directory)
         model = load_model(
             directory,
             dtype=resolve_dtype(self.dtype),
@@ -189,17 +192,13 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Any | None:
         """The folder's tokenizer, loaded on first use; None if it holds none (token ids need none)."""
-        if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
-            return None
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(self.directory))
+        return open_tokenizer(self.directory)
 
     def require_tokenizer(self, purpose: str) -> Any:
         """The tokenizer; ValueError says that `purpose` needs one."""
         if self.tokenizer is None:
             raise ValueError(
-                f"{self.directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)}), and {purpose}; "
+                f"{self.directory} holds no tokenizer ({', '.join(MAIN_FILES)}), and {purpose}; "
                 "token ids (`prompt_token_ids`) need none"
             )
         return self.tokenizer
@@ -237,7 +236,7 @@ class LoadedModel:
 def tokenizer_fingerprint(directory: Path) -> str | None:
     """Twelve hex digits of a folder's vocabulary files; None if there are none. (What the other tokenizer files say is
     seen in the token ids of prompts.)"""
-    files = [path for name in (*TOKENIZER_FILES, "merges.txt") if (path := directory / name).is_file()]
+    files = [path for name in (*MAIN_FILES, "merges.txt") if (path := directory / name).is_file()]
     content = "".join(f"{path.name} {sha256_of(path)} " for path in files)
     return hashlib.sha256(content.encode()).hexdigest()[:12] if files else None
 
@@ -248,10 +247,9 @@ def decode_text(tokenizer: Any, token_ids: list[int], *, special: bool = False) 
 
 
 def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of one user message in the model's chat template, up to where the answer begins."""
+    """Token ids of one user message in the model's chat template, up to where the answer begins; ValueError if it has
+    none, or if it fails."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this model's tokenizer has no chat template; leave out --chat")
-    messages = [{"role": "user", "content": prompt}]
     # As text, then tokenised: with tokenize=True the type of the answer changed between transformers' versions.
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(chat_text(tokenizer, prompt), add_special_tokens=False)["input_ids"])

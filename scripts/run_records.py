@@ -12,7 +12,8 @@ from loguru import logger
 
 from analysis.results import Record, append_record, finished_records
 from analysis.tables import quality_tables
-from modules.checkpoint_files import checkpoint_fingerprint, read_manifest
+from modules.checkpoint_files import checkpoint_fingerprint
+from modules.checkpoint_manifest import read_manifest
 from modules.sparsity import SparsityStats
 from pipeline_parallel.fused_junction import describe_all_reduce
 from pipeline_parallel.mesh import ParallelMesh
@@ -106,8 +107,9 @@ def run_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
 def gguf_source(checkpoint: Path) -> str | None:
     """Name of the GGUF file that a checkpoint was converted from, None of another source: its weights have the values
     of that file's types, often of 4 bits, whatever they are stored as now."""
-    source = str((read_manifest(checkpoint) or {}).get("source", ""))
-    return Path(source).name if source.endswith(".gguf") else None
+    manifest = read_manifest(checkpoint)
+    source = manifest.source if manifest is not None else None
+    return Path(source).name if source is not None and source.endswith(".gguf") else None
 
 
 def achieved_on_mesh(loaded: LoadedModel, selection: Selection, own_stats: SparsityStats) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from data.corpora import parse_corpus
 from data.differences import differences
 from data.files import only_writer, read_json
 from modules.checkpoint_export import write_model
-from modules.checkpoint_files import MANIFEST_FILE
+from modules.checkpoint_manifest import MANIFEST_FILE
 from modules.decoder import Decoder
 from modules.scoring import token_logprobs
 from modules.training import TrainingOptions, train_model

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from data.corpora import iter_documents, parse_corpus
 from data.files import changed_files, read_json, replace_file, sha256_of, write_json
+from modules.checkpoint_tokenizer import TOKENIZER_FILES
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
-from scripts.model_loading import TOKENIZER_FILES
 from scripts.run_records import hash_of
 
 HELD_OUT_EVERY = 32
@@ -33,13 +33,6 @@ HELD_OUT_EVERY = 32
 TOKENIZER_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENTS_AT_ONCE = 4096
-TOKENIZER_PARTS = (
-    *TOKENIZER_FILES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "merges.txt",
-)
 STREAMS = ("train", "calibration", "held_out", "other")
 
 
@@ -108,7 +101,7 @@ class TrainingText:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """What a tokenizer consists of, as far as it is there."""
-    return [path for name in TOKENIZER_PARTS if (path := folder / name).is_file()]
+    return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
 
 
 def prepare_text(folder: Path, plan: TextPlan, *, quiet: bool = False) -> TrainingText:

@@ -25,8 +25,7 @@ from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_mode
 Convert = Callable[..., str]
 
 
-@pytest.fixture
-def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
+def converter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
     """Runs the command into tmp_path/out; returns stdout, or the line on stderr if it exits with code 2."""
 
     def call(source: Path | str, *flags: str) -> str:
@@ -41,6 +40,11 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
         return capsys.readouterr().out
 
     return call
+
+
+@pytest.fixture
+def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
+    return converter(tmp_path, capsys)
 
 
 def add_tokenizer(folder: Path) -> None:

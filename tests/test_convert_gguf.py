@@ -1,6 +1,8 @@
 """GGUF files: dequantised exactly, with their tokenizer; what would be lost is refused."""
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,9 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     architecture: str = "llama",
     rule: str = "smollm",
-    add_bos: bool = False,
+    add_bos: bool | None = False,
     ends: dict[str, int] | None = None,
+    tokens: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> None:
     """A GGUF of `tiny_hf_model(hf_config)`, as llama.cpp's converter lays it out, with a byte-level tokenizer."""
     config = ModelConfig.from_hf(hf_config)
@@ -52,16 +55,20 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(rule)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["1 2"])
-    writer.add_bos_token_id(1)
-    writer.add_add_bos_token(add_bos)
-    for name, token_id in ({"eos": 2} if ends is None else ends).items():
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
+    if tokens is not None:
+        tokens(writer)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(rule)
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([3, 3, 3] + [1] * (len(TOKENS) - 3))
+        writer.add_token_merges(["1 2"])
+        writer.add_bos_token_id(1)
+        if add_bos is not None:
+            writer.add_add_bos_token(add_bos)
+        for name, token_id in ({"eos": 2} if ends is None else ends).items():
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     weights = tiny_hf_model(hf_config).state_dict()
     if config.tie_word_embeddings:
@@ -136,6 +143,15 @@ def test_gguf_tokenizer_keeps_template_special_tokens_and_cuts_digits_as_trained
     assert (config.bos_token_id, config.eos_token_ids, config.head_dim) == (1, (2,), 8)
 
 
+def assert_read_by_older_transformers(folder: Path, hf_config: dict[str, Any]) -> None:
+    """They know neither rope_parameters nor dtype, and take their defaults without a word."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"], config["dtype"]
+    assert ModelConfig.from_hf(config) == load_config(folder)
+    assert config["torch_dtype"] == "float32" and config["rope_theta"] == hf_config["rope_theta"]
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_llama3_frequencies_of_a_gguf_become_its_rope_scaling(tmp_path: Path) -> None:
     scaled = GGUF | {"rope_theta": 500000.0, "max_position_embeddings": 16384}
     scaled["rope_scaling"] = LLAMA3_SCALING | {"factor": 32.0, "original_max_position_embeddings": 8192}
@@ -151,6 +167,7 @@ def test_llama3_frequencies_of_a_gguf_become_its_rope_scaling(tmp_path: Path) ->
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("12345") == ["123", "4", "5"]  # cut into three digits; a whole token needs no merge
     assert tokenizer("a").input_ids[0] == 1
+    assert_read_by_older_transformers(tmp_path / "out", scaled)
 
 
 def test_a_gguf_with_a_tokenizer_that_cannot_be_built_is_one_line(

@@ -16,9 +16,9 @@ from modules.checkpoint import (
     load_model,
     load_weights,
     random_model,
-    write_checkpoint,
 )
 from modules.checkpoint_files import StateDict, checkpoint_fingerprint
+from modules.checkpoint_writer import write_checkpoint
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.shards import Shard, set_parameter

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from modules.checkpoint import CheckpointWriter, load_model, write_checkpoint
+from modules.checkpoint import load_model
+from modules.checkpoint_writer import CheckpointWriter, write_checkpoint
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import same_weights, tiny_decoder, tiny_hf_model
 

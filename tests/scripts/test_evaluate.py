@@ -230,9 +230,10 @@ def test_labels_name_the_run_its_predictors_and_its_budget(folder: Path, tmp_pat
 
 
 def test_labels_say_that_the_weights_come_from_a_gguf_file(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "source": "/models/small.Q4_1.gguf"}))
+    manifest = {"format_version": 1, "model_id": "small", "config_hash": "0" * 12, "dtype": "float32", "files": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "source": "/models/small.Q4_1.gguf"}))
     assert gguf_source(tmp_path) == "small.Q4_1.gguf"
-    (tmp_path / "manifest.json").write_text(json.dumps({"format_version": 1, "source": "org/small"}))
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "source": "org/small"}))
     assert gguf_source(tmp_path) is None and gguf_source(folder / "model") is None
 
 

@@ -199,6 +199,14 @@ def test_chat_puts_the_prompt_into_the_template(folder: Path, bare_folder: Path,
         chat_token_ids(tokenizer, "w5")
 
 
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "{{ messages[7].content }}"])
+def test_a_chat_template_that_fails_is_one_line_with_the_requests_id(template: str, tmp_path: Path) -> None:
+    model = words_folder(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=r"^request 'first': the chat template fails \((\w+): .*\)$"):
+        infer(model, tmp_path, {"prompt": "w5", "id": "first"}, chat=True)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

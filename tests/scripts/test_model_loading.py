@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from modules.checkpoint_export import write_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
 from tests.modules.tiny_kinds import LLAMA
@@ -48,3 +49,20 @@ def test_records_call_a_model_what_the_converter_found_it_to_be_called(tmp_path:
     (tmp_path / "manifest.json").write_text('{"model_id": 3}')
     with pytest.raises(ValueError, match="manifest.json: `model_id`: expected"):
         name(tmp_path)
+
+
+def test_verifying_reads_everything_of_a_model_before_it_is_loaded(tmp_path: Path) -> None:
+    write_model(tiny_decoder(LLAMA), tmp_path / "model", model_id="tiny")
+    ModelOptions(model=str(tmp_path / "model"), quiet=True, verify=True).load()
+    with (tmp_path / "model" / "pytorch_1.pt").open("r+b") as file:
+        file.seek(8192)
+        file.write(bytes(4096))
+    with pytest.raises(ValueError, match=r"pytorch_1\.pt: missing, or not as written \(sha256 differs"):
+        ModelOptions(model=str(tmp_path / "model"), quiet=True, verify=True).load()
+
+
+def test_a_tokenizer_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+    folder = words_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the tokenizer cannot be opened"):
+        _ = ModelOptions(model=str(folder), quiet=True).load().tokenizer
