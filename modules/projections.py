@@ -111,8 +111,11 @@ class ThinnedInput(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """As the wrapped projection, on the input's entries with magnitude >= threshold."""
-        if not self.enabled:
+        if not self.enabled:  # the run has these tokens, too, as it has those of a selector that leaves them dense
             self.last_rows = None
+            tokens = states.shape[:-1].numel() if self.valid is None else self.valid.sum()
+            self.kept.add(tokens * self.num_counted)
+            self.seen.add(tokens * self.num_counted)
             return self.projection(states)
         mask = kept_entries(self.compared(states), self.threshold)
         kept = mask if self.counted is None else mask & self.counted

@@ -76,7 +76,7 @@ def test_graphs_compute_and_count_what_eager_steps_do(
             found = generate(model, requests(), batch_size=batch_size, eos_token_ids=EOS, warm_up=True)
         assert seen.steps_ahead("used") > 0
         assert outcome(found) == outcome(eager) and counted(model) == expected
-        assert thinned_densities(model) == densities and max(densities) < 0.9
+        assert thinned_densities(model) == densities and max(densities) < 0.95, "dense prompts are in it"
         assert all(not part.in_step for layer in model.layers for part, _ in model.mlp(layer).thinned_parts())
     assert [each.token_ids for each in found] != [each.token_ids for each in dense]
     assert len({each.mlp_density for each in found}) > 3, "each row has its own"
@@ -153,6 +153,7 @@ def test_a_step_is_thinned_out_whatever_pass_came_before() -> None:
     assert not part.enabled and torch.equal(part(states), part.projection(states))
     with pytest.raises(ZeroDivisionError), thinned_in_step(model):
         assert not torch.equal(part(states), part.projection(states))
-        assert part.kept_in_step is not None and part.kept_in_step.tolist() == [10] and int(part.seen) == 0
+        assert part.kept_in_step is not None and part.kept_in_step.tolist() == [10]
+        assert int(part.seen) == int(part.kept) == (5 + 1) * 48, "dense tokens only"
         raise ZeroDivisionError
     assert not part.in_step and part.kept_in_step is None
