@@ -83,9 +83,9 @@ def kept_documents(
                     if not batch:
                         if bar is None:
                             logger.info(f"the model writes the text of self:{seed}; it is kept in {file.path}")
-                            bar = progress((), "writing text", quiet=quiet, total=max_tokens, unit="tok")
+                            left = None if max_tokens is None else max(0, max_tokens - num_read)
+                            bar = progress((), "writing text", quiet=quiet, total=left, unit="tok")
                             open_bar.enter_context(bar)
-                            bar.update(num_read)
                         batch = write_batch(
                             loaded,
                             seed=seed,

@@ -31,7 +31,7 @@ def share_cores() -> int:
     chosen = idle_threads(threads, cores, busy)
     if chosen < threads:
         logger.info(
-            f"{chosen} of {threads} threads, since about {busy:.0f} of {cores} cores are busy with other work; "
+            f"{chosen} of {threads} threads: about {busy:.0f} threads of other work want the {cores} cores; "
             f"{THREAD_VARIABLES[0]} sets another number"
         )
         torch.set_num_threads(chosen)

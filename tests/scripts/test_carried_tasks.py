@@ -134,9 +134,7 @@ def test_answers_to_something_else_are_refused(folder: Path, tmp_path: Path) -> 
     answers = (folder / "answers.jsonl").read_text().splitlines()
     for key in ("run", "sources", "answers"):
         (tmp_path / "lacking.jsonl").write_text(json.dumps({**json.loads(answers[0]), key: None}))
-        with pytest.raises(
-            ValueError, match=f"lacking.jsonl.* of answers lacks {key}|'answers' must be a list"
-        ):
+        with pytest.raises(ValueError, match=f"lacking.jsonl.* of answers lacks {key}|'answers' must be a list"):
             fold(folder, tmp_path / "r.jsonl", tmp_path / "lacking.jsonl")
     model_folder(tmp_path / "model", context=20)  # prompts are cut
     with pytest.raises(ValueError, match=message):

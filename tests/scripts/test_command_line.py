@@ -196,6 +196,8 @@ def test_long_work_says_once_how_long_it_takes(
     now = 1000.0
     bar = progress((), "refining", total=total, unit="step")
     monkeypatch.setattr("scripts.expected_time.time.monotonic", lambda: now)
+    bar.update(0)
+    now += 1000.0
     bar.update(1)  # the first step is slower than the others
     now += 5.0
     bar.update(0)  # too early to tell
@@ -263,3 +265,29 @@ def test_help_into_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -m scripts.summarize --help | true"
     done = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_work_that_waits_for_other_work_leaves_it_to_that_to_say_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message).strip()), level="INFO", format="{message}")
+    now = 1000.0
+    monkeypatch.setattr("scripts.expected_time.time.monotonic", lambda: now)
+    collecting = progress((), "collecting", total=1000, unit="tok")
+    with progress((), "writing text", total=1000, unit="tok") as writing:
+        for _ in range(3):
+            writing.update(20)
+            now += 30.0
+            for _ in range(2):
+                collecting.update(10)
+    now += 5.0
+    collecting.update(10)
+    now += 15.0
+    collecting.update(10)
+    collecting.close()
+    logger.remove(sink)
+    assert lines == [
+        "writing text: about 24 min to go (1.5 s per token)",
+        "collecting: about 23 min to go (1.5 s per token)",
+    ]
