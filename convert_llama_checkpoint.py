@@ -24,6 +24,7 @@ import tyro
 from loguru import logger
 from tqdm import tqdm
 
+from data.console import console
 from data.files import changed_files, disk_errors, only_writer, write_json
 from modules.checkpoint import load_config, read_hf_config
 from modules.checkpoint_files import (
@@ -262,18 +263,21 @@ def open_gguf(path: Path) -> Source:
 
 def run(args: list[str] | None = None) -> None:
     """The command line: bad input is one line on stderr and exit code 2."""
-    options = tyro.cli(Options, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
-    try:
-        main(options)
-    except (ValueError, OSError) as error:
-        message = str(error)
-        if isinstance(error, OSError) and error.strerror and error.filename is not None:
-            message = f"{error.filename}: {error.strerror}"
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted; give the same command again", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+    with console():
+        options = tyro.cli(Options, args=args, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,))
+        try:
+            main(options)
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
+            message = str(error)
+            if isinstance(error, OSError) and error.strerror and error.filename is not None:
+                message = f"{error.filename}: {error.strerror}"
+            print(f"error: {' '.join(message.split())}", file=sys.stderr)
+            raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("interrupted; give the same command again", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import tyro
 from loguru import logger
 from tqdm import tqdm
 
+from data.console import console
 from data.files import AGAIN, NO_SPACE, only_writer
 from scripts.expected_time import TellingBar
 
@@ -24,7 +25,6 @@ Item = TypeVar("Item")
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-OUTPUT_CLOSED = 141
 
 
 def run_stage(
@@ -50,22 +50,36 @@ def run_stage(
     A field `output` is a file that one run at a time may write, and a second one fails at once; shares_output: runs
     of this stage append to one file side by side.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # for a terminal that has no multiplication sign
+    with console():
+        _run(main, options_class, args, distributed=distributed, shares_output=shares_output)
+
+
+def _run(
+    main: Callable[[Options], object],
+    options_class: type[Options] | UnionType,
+    args: Sequence[str] | None,
+    *,
+    distributed: bool,
+    shares_output: bool,
+) -> None:
     # What is wrong before the ranks meet is wrong on all of them: said once a host.
     unheard = io.StringIO() if os.environ.get("LOCAL_RANK", "0") != "0" else None
     resumes = ""
     try:
         with contextlib.redirect_stderr(unheard or sys.stderr), contextlib.redirect_stdout(unheard or sys.stdout):
-            options = _parse(options_class, args, main.__doc__)
+            options = tyro.cli(
+                cast("type[Options]", options_class),
+                args=args,
+                prog=_program_name(),
+                description=(None if isinstance(options_class, UnionType) else options_class.__doc__) or main.__doc__,
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
         configure_logging(quiet=bool(getattr(options, "quiet", False)))
         resumes = "continue with --resume" if hasattr(options, "resume") else ""
         lock = contextlib.nullcontext() if shares_output else _output_lock(options)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             with lock:
                 main(options)
-            sys.stdout.flush()  # a reader that has gone is noticed here, and not as the interpreter ends
             return
         if not distributed:
             # Every rank would do all of the work and write the same files.
@@ -81,9 +95,8 @@ def run_stage(
             joined.check_same(_shared_options(options))
             with lock:
                 main(options)
-    except BrokenPipeError:  # whoever read our output (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(OUTPUT_CLOSED) from None
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         logger.opt(exception=True).debug("the traceback of the error below")
         whose = f"rank {os.environ['RANK']}: " if os.environ.get("RANK", "0") != "0" else ""
@@ -92,19 +105,6 @@ def run_stage(
     except KeyboardInterrupt:
         print("interrupted" + (f"; {resumes}" if resumes else ""), file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-
-
-def _parse(options_class: type[Options] | UnionType, args: Sequence[str] | None, description: str | None) -> Options:
-    try:
-        return tyro.cli(
-            cast("type[Options]", options_class),
-            args=args,
-            prog=_program_name(),
-            description=(None if isinstance(options_class, UnionType) else options_class.__doc__) or description,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
-    finally:
-        sys.stdout.flush()  # of --help
 
 
 def _output_lock(options: object) -> contextlib.AbstractContextManager[None]:

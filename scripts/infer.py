@@ -61,7 +61,7 @@ def main(options: Options) -> GenerationTimings:
     flags = {name: _flag(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")}
     options.selection(seed=options.seed).check()
     requests: list[PromptRequest] = []
-    how = {"resume": options.resume, "overwrite": options.overwrite}
+    how: dict[str, Any] = {"resume": options.resume, "overwrite": options.overwrite}
     if current_launch().rank == 0:  # before the model is loaded, which may take minutes
         requests = read_prompts(options.input)
         check_output(options.output, **how, prompts_path=options.input)

@@ -83,7 +83,7 @@ class SweepOptions:
             raise ValueError("--method and --mlp-density: give at least one each")
         if self.density_budget is not None and given is not None and len(given) > 1:
             raise ValueError("--density-budget sets the densities; give one --mlp-density at most beside it")
-        check_budget(self.density_budget, given and given[0], self.head_density)
+        check_budget(self.density_budget, given[0] if given else None, self.head_density)
         selections = [
             Selection(
                 method=method,

@@ -205,7 +205,7 @@ def test_without_a_whole_answer_any_settings_may_resume_and_are_those_of_the_man
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "random"}
 
 
-ASKED = {"prompt": "a", "token_ids": [1, 2], "options": {"seed": 3, "stop": ()}}
+ASKED: dict[str, Any] = {"prompt": "a", "token_ids": [1, 2], "options": {"seed": 3, "stop": ()}}
 
 
 @pytest.mark.parametrize(
@@ -223,10 +223,10 @@ def test_the_answer_to_another_request_of_the_same_id_is_not_kept(
     tmp_path: Path, request_id: str | int, changes: dict[str, Any], message: str | None
 ) -> None:
     path, request = tmp_path / "out.jsonl", PromptRequest(id=request_id, prompt_token_ids=(1,))
-    before = {"settings": {}, "identities": {str(request_id): request_identity(**ASKED)}}
+    before: dict[str, Any] = {"settings": {}, "identities": {str(request_id): request_identity(**ASKED)}}
     with CompletionWriter(path, [request], **before) as writer:
         writer.write(answer(request))
-    now = {"settings": {}, "identities": {str(request_id): request_identity(**{**ASKED, **changes})}}
+    now: dict[str, Any] = {"settings": {}, "identities": {str(request_id): request_identity(**{**ASKED, **changes})}}
     if message is None:
         assert CompletionWriter(path, [request], resume=True, **now).pending == []
         return

@@ -261,8 +261,9 @@ def test_a_terminal_without_a_character_shows_its_number() -> None:
     assert done.stdout == b"4 \\xd7 8 \\xb5s\\u2020\n" and done.stderr.count(b"\\xd7") >= 2
 
 
-def test_help_into_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = f"{sys.executable} -m scripts.summarize --help | true"
+@pytest.mark.parametrize("command", ["-m scripts.summarize", "convert_llama_checkpoint.py"])
+def test_help_into_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
+    command = f"{sys.executable} {command} --help | true"
     done = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("", "")
 

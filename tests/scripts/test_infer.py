@@ -32,7 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_token_ids_need_no_tokenizer(bare_folder: Path, tmp_path: Path) -> None:
-    lines = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9], "id": "mine", "max_new_tokens": 2}]
+    lines: list[dict[str, Any]] = [
+        {"prompt_token_ids": [5, 6, 7]},
+        {"prompt_token_ids": [9], "id": "mine", "max_new_tokens": 2},
+    ]
     records = infer(bare_folder, tmp_path, *lines, max_new_tokens=5)
     model = tiny_decoder(LLAMA)
     expected = generate(
@@ -68,7 +71,7 @@ def test_echo_is_aligned_with_the_prompt(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_requests_options_win_over_the_flags_for_itself_only(folder: Path, tmp_path: Path) -> None:
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"prompt": "w5", "temperature": 1.0, "seed": 3, "max_new_tokens": 4},
         {"prompt": "w5"},
         {"prompt": "w5", "temperature": 2.0, "top_k": 7, "top_p": 0.9, "seed": 3},
