@@ -135,7 +135,7 @@ def drift_measure_records(
 
     `add_up`: adds tensors over the ranks that iterate `states` together.
     """
-    lookaheads = range(1, max_lookahead + 1)
+    lookaheads = range(1, min(max_lookahead, len(states.present) // 2) + 1)
 
     def rows(title: str) -> Iterator[StateRows]:
         return iter(progress(states, title, quiet=quiet, total=states.num_units, unit="set"))
