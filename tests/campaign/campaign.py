@@ -58,7 +58,7 @@ PRELOADED = (
 )  # fmt: skip
 COUNTS = {"kills": 60, "damage": 150, "json": 1000, "flags": 150, "pairs": 21}
 LIMIT_S = 60.0  # of a run that takes up to 10 s on an idle machine
-FINE = ("as uninterrupted", "refused", "same output", "other output", "done", "consistent")
+FINE = ("as uninterrupted", "refused", "same output", "other output", "done", "works on", "consistent")
 
 # Who reads an artefact: its own stage, which continues it in place, or one that writes something else.
 STAGE_OF = {product: stage for stage, product in PRODUCTS.items()}
@@ -248,7 +248,9 @@ def changed_flags(campaign: Campaign, folder: Path, draw: random.Random) -> dict
     (folder / "dangling").symlink_to("nowhere")
     words, did = change_words(command.format(out="out.jsonl").split(), flags, draw)
     outcome = run(words, folder, LIMIT_S)
-    return record_of(outcome, outcome.verdict, did)
+    # Without its limit, or with a huge one, a stage rightly works for hours.
+    works = outcome.verdict == "runs on" and ("less" in did or "9" * 20 in outcome.command)
+    return record_of(outcome, "works on" if works else outcome.verdict, did)
 
 
 def pairs(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, Any]:
