@@ -9,6 +9,7 @@ As Hugging Face's logits processors, in their order, the prompt's tokens countin
 They change what is chosen, not the log-probabilities that are reported.
 """
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -25,8 +26,7 @@ class TokenHistory:
 
     def __init__(self, params: SamplingParams, token_ids: Sequence[int]) -> None:
         self.params = params
-        self.seen: set[int] = set()
-        self._token_ids: list[int] = []
+        self._token_ids = array("q")
         self._followers: dict[tuple[int, ...], set[int]] = {}  # of each run of n - 1 tokens
         self._words = _by_last_token(params.bad_words_ids)
         for token_id in token_ids:
@@ -35,11 +35,15 @@ class TokenHistory:
     def add(self, token_id: int) -> None:
         """The next token of the text."""
         self._token_ids.append(token_id)
-        self.seen.add(token_id)
         size = self.params.no_repeat_ngram_size
         if 0 < size <= len(self._token_ids):
             *run, last = self._token_ids[-size:]
             self._followers.setdefault(tuple(run), set()).add(last)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Int64 [T], on the CPU."""
+        return torch.frombuffer(self._token_ids, dtype=torch.int64).clone()  # which may grow and move
 
     def forbidden(self) -> set[int]:
         """The tokens that must not come next."""
@@ -70,23 +74,15 @@ def penalised(logits: Tensor, histories: Sequence[TokenHistory | None]) -> Tenso
     Raises NoChoiceError for rows in which every token is forbidden.
     """
     found = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    rows: list[int] = []
-    seen: list[int] = []
-    factors: list[float] = []
     places: list[tuple[int, int]] = []
     for row, history in enumerate(histories):
         if history is None:
             continue
-        if history.params.repetition_penalty != 1.0:
-            rows += [row] * len(history.seen)
-            seen += history.seen
-            factors += [history.params.repetition_penalty] * len(history.seen)
+        if (penalty := history.params.repetition_penalty) != 1.0:
+            token_ids = history.token_ids.to(found.device)
+            values = found[row, token_ids]
+            found[row, token_ids] = torch.where(values < 0, values * penalty, values / penalty)  # once per token
         places += [(row, token_id) for token_id in history.forbidden()]
-    if rows:
-        row_idx, token_idx = torch.tensor([rows, seen]).to(found.device)
-        penalty = torch.tensor(factors, dtype=found.dtype).to(found.device)
-        values = found[row_idx, token_idx]
-        found[row_idx, token_idx] = torch.where(values < 0, values * penalty, values / penalty)
     if places:
         row_idx, token_idx = torch.tensor(places).T.to(found.device)
         found[row_idx, token_idx] = -torch.inf

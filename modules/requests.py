@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from os.path import commonprefix
 from typing import Protocol
 
@@ -141,21 +142,23 @@ class StopSearch:
     def __init__(self, decode: Decode, stop: Sequence[str], prompt_token_ids: Sequence[int]) -> None:
         self._decode, self._stop = decode, stop
         self._num_tail = max(len(text.encode()) for text in stop) + 8
-        self._token_ids = list(prompt_token_ids[-1:])
-        self._num_before = len(self._token_ids)
+        self._token_ids = [prompt_token_ids[-1]]  # the generated ones follow
         self._plain_ids: list[int] = []  # the generated ones that are not special
+        self._one = cache(lambda token_id, special: decode([token_id], special=special))
 
     def text_before(self, token_id: int) -> str | None:
         """The text to be given out, before the first stop string, if this next token completes one; else None."""
         self._token_ids.append(token_id)
         if not self._is_special(token_id):
             self._plain_ids.append(token_id)
-        start = max(self._num_before, len(self._token_ids) - self._num_tail)
-        tails = self._text(start), self._decode(self._plain_ids[-self._num_tail :])
-        if all(self._find(tail) is None for tail in tails):
+        start = max(1, len(self._token_ids) - self._num_tail)
+        plain_ids = self._plain_ids[-self._num_tail :]
+        # Away from the prompt both texts are one where no token is special.
+        is_plain = start > 1 and plain_ids == self._token_ids[start:]
+        if self._find(self._text(start)) is None and (is_plain or self._find(self._decode(plain_ids)) is None):
             return None
         found: list[str] = []
-        plain, marked = self._decode(self._plain_ids), self._text(self._num_before)
+        plain, marked = self._decode(self._plain_ids), self._text(1)
         if (place := self._find(plain)) is not None:
             found.append(plain[:place])
         if (place := self._find(marked)) is not None:
@@ -163,24 +166,24 @@ class StopSearch:
         return min(found, key=len, default=None)  # each is the beginning of one text
 
     def _is_special(self, token_id: int) -> bool:
-        return not self._decode([token_id]) and self._decode([token_id], special=True) != ""
+        return not self._one(token_id, False) and self._one(token_id, True) != ""
 
     def _find(self, text: str) -> int | None:
         return min((place for place in map(text.find, self._stop) if place >= 0), default=None)
 
     def _text(self, start: int, stop: int | None = None) -> str:
         """What tokens start .. stop - 1 add, special ones too, to the text of the token before them."""
-        before = self._decode(self._token_ids[max(0, start - 1) : start], special=True)
-        whole = self._decode(self._token_ids[max(0, start - 1) : stop], special=True)
+        before = self._one(self._token_ids[start - 1], True)
+        whole = self._decode(self._token_ids[start - 1 : stop], special=True)
         return whole[len(commonprefix([before, whole])) :]  # a character may begin in one token and end in the next
 
     def _given_out(self, plain: str, marked: str, place: int) -> str:
         """What of `plain`, the text without special tokens, stands before `marked[place]`, the text with them."""
-        for count in range(len(self._token_ids), self._num_before - 1, -1):
-            start = self._text(self._num_before, count)
+        for count in range(len(self._token_ids), 0, -1):
+            start = self._text(1, count)
             if len(start) <= place and marked.startswith(start):
                 break  # whole tokens, and then the part of one
-        text, rest = self._decode(self._token_ids[self._num_before : count]), marked[len(start) : place]
+        text, rest = self._decode(self._token_ids[1:count]), marked[len(start) : place]
         if rest and self._is_special(self._token_ids[count]):
             rest = ""  # the stop string begins within the name of a special token
         # Where the decoder strips the first space, here is one that `plain` does not have.
