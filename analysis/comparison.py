@@ -27,6 +27,7 @@ METHOD_ORDER = (
 # Labels that tables show or group by; any other one that differs is named beside the method.
 SETTING_LABELS = ("model", "method", "phase")
 VISIBLE_LABELS = (*SETTING_LABELS, "task", "corpus", "mlp_density", "head_density")
+SAME_VALUE = 1e-3  # a share; cards and libraries round sums differently
 TIMED_UNITS = ("tokens/s", "us", "ms")
 MADE_FROM = ("predictors", "density_budget")
 OF_THE_PREDICTORS = ("lookahead", "standin_rank")
@@ -98,6 +99,30 @@ def latest_records(records: Iterable[Record]) -> list[Record]:
     order = {id(record): place for place, record in enumerate(records)}
     keys = sorted(newest, key=lambda key: order[id(newest[key])])
     return [merge_calls(found[key]) if newest[key]["unit"] in TIMED_UNITS else newest[key] for key in keys]
+
+
+def contradictions(records: Iterable[Record]) -> list[str]:
+    """Qualities that were measured several times and did not come out alike, a sentence each: they should."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record["name"] in QUALITY_NAMES:
+            sources = record.get("sources") or {}
+            labels = {name: setting for name, setting in record["labels"].items() if setting is not None}
+            parts = [record["name"], record["metric"], labels, sources]
+            found.setdefault(json.dumps(parts, sort_keys=True), []).append(record)
+    told = []
+    for same in found.values():
+        values = [record["value"] for record in same]
+        if max(values) - min(values) > SAME_VALUE * abs(max(values)):
+            labels = same[0]["labels"]
+            what = [
+                str(labels[name]) for name in ("model", "task", "method", "mlp_density", "label") if labels.get(name)
+            ]
+            told.append(
+                f"{', '.join(what)}: {len(same)} records of one {same[0]['metric']} lie between {min(values):.5g} and "
+                f"{max(values):.5g}; tables show the newest"
+            )
+    return told
 
 
 def made_from(record: Record) -> tuple[str | None, str | None]:

@@ -38,7 +38,8 @@ def _headline(facts: Sequence[DistanceFacts]) -> str:
         found = [judge(each.lost[lookahead], _share(each, lookahead)[0]) for each in facts if lookahead in each.lost]
         told[lookahead] = max((SHORT_ANSWERS[judgement] for judgement in found), key=ANSWER_ORDER.index)
     answers = "; ".join(f"{answer}, {_origin(lookahead).lower()}" for lookahead, answer in told.items())
-    return f"{answers[0].upper()}{answers[1:]}: the largest loss of recall found here decides." if told else ""
+    decides = "the largest loss of recall found here, of closed-form predictors, decides."
+    return f"{answers[0].upper()}{answers[1:]}: {decides}" if told else ""
 
 
 def _share(facts: DistanceFacts, lookahead: int) -> tuple[Estimate | None, str]:

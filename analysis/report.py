@@ -36,7 +36,10 @@ DEFINITIONS = {
     "the same tokens.",
     "Gain": "a predictor's recall without look-ahead minus that of the same units for every token. Hardly means that "
     "less than a twentieth is lost, in part less than half, by the whole interval.",
-    "Intervals": "95 %: of one model a bootstrap over its texts, wider where these are few; of the ablation Student's "
+    "Ceiling": "the fastest that this card was seen to read memory, or to multiply matrices.",
+    "Calls": "processes that measured the same thing: numbers are medians over them, beside the lowest and highest.",
+    "Intervals": "95 %: of a perplexity's ratio and of one model's drift a bootstrap over windows of text, with the same "
+    "draws for both sides, wider where windows are few; of the ablation Student's "
     "t over seeds, after the differences between models that differ in one factor only were averaged over the other "
     "factors.",
 }

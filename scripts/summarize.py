@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from analysis.comparison import contradictions
 from analysis.findings import findings
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
@@ -41,6 +42,8 @@ def main(options: SummarizeOptions) -> None:
     if not options.results:
         raise ValueError("--results needs at least one file of result records")
     records = read_records(*options.results)
+    for line in contradictions(records):
+        logger.warning(line)
     output_dir, report = options.output_dir, options.output_dir / "report.html"
     figures = all_figures(records)
     with only_writer(output_dir), disk_errors(output_dir):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from analysis.comparison import compare, latest_records
+from analysis.comparison import compare, contradictions, latest_records
 from analysis.formatting import Table, format_number, format_ratio, format_share
 from analysis.results import make_record, read_records
 from analysis.tables import (
@@ -116,6 +116,17 @@ def test_a_folder_per_density_is_one_method() -> None:
     assert variants(*rows) == ["predictor", "predictor"]
     uniform = scored(13.0, {"predictors": "x"}, predictors="u", mlp_density=0.5, lookahead=0, standin_rank=64)
     assert variants(*rows, uniform) == ["predictor", "predictor, budget trained", "predictor, budget trained"]
+
+
+def test_qualities_of_one_run_that_differ_are_told() -> None:
+    first, again, alike = scored(11.0), scored(12.0), scored(11.001)
+    (line,) = contradictions([first, again])
+    assert line == (
+        "m, perplexity:c4, predictor, 0.5: 2 records of one perplexity lie between 11 and 12; tables show the newest"
+    )
+    assert (
+        contradictions([first, alike, scored(12.0, label="other"), scored(13.0, {"predictors": "0123456789ab"})]) == []
+    )
 
 
 def test_a_look_ahead_or_no_stand_in_is_told_in_the_row() -> None:
