@@ -38,10 +38,9 @@ DEFINITIONS = {
     "less than a twentieth is lost, in part less than half, by the whole interval.",
     "Ceiling": "the fastest that this card was seen to read memory, or to multiply matrices.",
     "Calls": "processes that measured the same thing: numbers are medians over them, beside the lowest and highest.",
-    "Intervals": "95 %: of a perplexity's ratio and of one model's drift a bootstrap over windows of text, with the same "
-    "draws for both sides, wider where windows are few; of the ablation Student's "
-    "t over seeds, after the differences between models that differ in one factor only were averaged over the other "
-    "factors.",
+    "Intervals": "95 %: of a perplexity's ratio and of one model's drift a bootstrap over windows of text, with the "
+    "same draws for both sides, wider where windows are few; of the ablation Student's t over seeds, after the "
+    "differences between models that differ in one factor only were averaged over the other factors.",
 }
 
 PAGE = """<!DOCTYPE html>
