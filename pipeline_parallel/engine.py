@@ -69,8 +69,8 @@ def generate_on_mesh(
     """
     timings = GenerationTimings() if timings is None else timings
     eos = model.config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids)
-    # Ranks that disagree on these would wait for each other for good.
-    check_same_everywhere(mesh, "what to generate", repr((batch_size, eos, warm_up, model.is_sparse, len(requests))))
+    # Ranks that disagree would wait for each other for good; flags were compared before (`Launch.check_same`).
+    check_same_everywhere(mesh, "what ends a text (generation_config.json)", repr(eos))
     mine = range(mesh.dp_rank, len(requests), mesh.dp_size)
     with ExitStack() as stack:
         desk = _AnswerDesk(mesh, len(requests), on_finish)

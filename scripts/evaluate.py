@@ -12,7 +12,8 @@ from pathlib import Path
 
 from loguru import logger
 
-from analysis.results import Record
+from analysis.results import Record, finished_records
+from pipeline_parallel.launch import current_launch
 from scripts.command_line import run_stage
 from scripts.lm_eval_tasks import TaskOptions, expand_presets, load_benchmarks
 from scripts.perplexity_runs import PerplexityOptions, check_options, perplexity_records, read_documents
@@ -41,6 +42,8 @@ def main(options: Options) -> list[Record]:
         check_options(options)
     names = expand_presets([task for task in tasks if task != PERPLEXITY], options.num_fewshot)
     benchmarks = load_benchmarks(names, options.include_path)
+    if current_launch().rank == 0:
+        finished_records(options.output)  # or it holds something else, which is told before the model is loaded
     loaded = options.load()
     attach_each(loaded.model, selections)
     if options.sparse_phases == "decode" and selections and PERPLEXITY in tasks:

@@ -13,6 +13,7 @@ from typing import Any
 from loguru import logger
 
 from data.completions import CompletionRecord, CompletionWriter, check_output, request_identity
+from data.json_lines import require_file
 from data.prompts import PromptRequest, check_option, read_prompts, seed_of
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams
@@ -63,7 +64,7 @@ def main(options: Options) -> GenerationTimings:
     requests: list[PromptRequest] = []
     how: dict[str, Any] = {"resume": options.resume, "overwrite": options.overwrite}
     if current_launch().rank == 0:  # before the model is loaded, which may take minutes
-        requests = read_prompts(options.input)
+        requests = read_prompts(require_file(options.input, "--input"))
         check_output(options.output, **how, prompts_path=options.input)
     loaded = options.load()
     stats = options.attach(loaded.model, seed=options.seed)

@@ -148,7 +148,7 @@ def test_a_missing_input_is_told_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Options, "load", lambda options: pytest.fail("a model is loaded"))
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl does not exist"):
+    with pytest.raises(FileNotFoundError, match="--input .*nowhere.jsonl does not exist"):
         main(Options(model=str(folder), input=tmp_path / "nowhere.jsonl", output=tmp_path / "out.jsonl"))
     (tmp_path / "out.jsonl").write_text("earlier answers")
     prompts = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "w1"})

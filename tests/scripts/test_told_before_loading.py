@@ -114,6 +114,18 @@ def test_a_density_beside_a_budget_of_another(
         run_stage(main, options, begin)
 
 
+def test_an_output_that_holds_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.jsonl").write_text('{"prompt": "p"}\n{"prompt": "q"}\n')
+    (tmp_path / "out.jsonl").write_text("answers\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "p"}\n')
+    for stage, message in (("evaluate", "r.jsonl, line 1: not a result record"), ("infer", "out.jsonl holds answers")):
+        main, options, needed = STAGES[stage]
+        assert message in one_error_line(main, options, ["--model", "m", *needed], capsys)
+
+
 def test_lm_evals_own_command_line(tmp_path: Path) -> None:
     engine = pytest.importorskip("scripts.lm_eval_model").EngineLM
     for arguments, message in (
