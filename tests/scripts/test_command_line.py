@@ -292,3 +292,9 @@ def test_work_that_waits_for_other_work_leaves_it_to_that_to_say_how_long_it_tak
         "writing text: about 24 min to go (1.5 s per token)",
         "collecting: about 23 min to go (1.5 s per token)",
     ]
+
+
+def test_an_interrupt_while_a_stage_is_imported_is_one_line() -> None:
+    command = [sys.executable, "-c", "import scripts; raise KeyboardInterrupt"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and done.stderr == "interrupted\n"
