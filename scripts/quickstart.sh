@@ -67,6 +67,6 @@ Open $PWD/$run_dir/report/report.html in a browser for tables, plots and definit
 Its predictor was trained for minutes on 24,576 tokens; README.md has what the full recipe reaches on a GPU.
 Next:
   train longer, with a GPU:  bash scripts/train.sh SmolLM2 --output-dir $run_dir/refined --refine-corpus self --refine-tokens 2500000
-  ask it something:          bash scripts/infer.sh SmolLM2 --chat --input prompts.jsonl --method predictor --mlp-density 0.5
+  ask it something:          bash scripts/infer.sh SmolLM2 --chat --input $run_dir/prompts.jsonl --method predictor --mlp-density 0.5
   take another model:        python convert_llama_checkpoint.py --source ORG/NAME --output-dir outputs/NAME/checkpoint
 END

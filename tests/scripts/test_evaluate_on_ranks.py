@@ -98,7 +98,7 @@ def test_tables_tell_runs_on_several_ranks_from_those_of_one_process(
     several = read_records(folder / "heads tp4.jsonl")
     assert [row.variant for row in compare(several)] == ["dense", "oracle", "predictor", "static", "random"]
     together = {row.variant for row in compare([*expected("heads"), *several])}
-    assert len(together) == 10 and {"dense", "dense, all_reduce gloo, dp_size 1, pp_size 1, tp_size 4"} <= together
+    assert len(together) == 10 and {"dense", "dense, all reduce gloo, dp size 1, pp size 1, tp size 4"} <= together
 
 
 def test_ranks_that_read_different_texts_all_say_so(folder: Path) -> None:
