@@ -1,7 +1,7 @@
 """Ends a run on all ranks within seconds once one of them fails, and says which and why.
 
 A rank that was killed cannot say so, and the others wait for it in a collective, where no Python code runs. So each
-rank has two threads. One writes a heartbeat to the store once a second, over its own connection, and looks at the
+rank has two threads. One writes a heartbeat to the store once per second, over its own connection, and looks at the
 others' and for a posted failure. The other, which never waits for the store, ends the process: on a failure, on a
 store that is gone or no longer answers, and on a signal that the main thread does not act on.
 """

@@ -62,7 +62,7 @@ def _run(
     distributed: bool,
     shares_output: bool,
 ) -> None:
-    # What is wrong before the ranks meet is wrong on all of them: said once a host.
+    # What is wrong before the ranks meet is wrong on all of them: said once per host.
     unheard = io.StringIO() if os.environ.get("LOCAL_RANK", "0") != "0" else None
     resumes = ""
     try:

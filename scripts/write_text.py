@@ -85,7 +85,7 @@ def main(options: Options) -> int:
             if num_tokens >= options.max_tokens:
                 break
     seconds = time.perf_counter() - started_s
-    logger.info(f"{options.output}: {num_tokens} tokens, {(num_tokens - before) / seconds:.0f} a second")
+    logger.info(f"{options.output}: {num_tokens} tokens, {(num_tokens - before) / seconds:.0f} per second")
     return num_tokens
 
 

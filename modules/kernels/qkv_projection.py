@@ -38,7 +38,7 @@ MAX_HELD_ROWS = 4  # of x, in the registers of a program; more are normed before
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is launched: pairs of weight rows per tile (a divisor of H / 2), warps per program, programs a
+    """How the kernel is launched: pairs of weight rows per tile (a divisor of H / 2), warps per program, programs per
     multiprocessor."""
 
     pairs: int
