@@ -32,6 +32,7 @@ from data.store_shards import JoinedArray, open_files
 
 # A kill loses at most this much: seconds of collecting, yet enough at a time for a disk's full speed.
 FLUSH_BYTES = 256 * 2**20
+TOLD_BYTES = 4 * 2**30  # what takes longer to hash than anyone waits without a word
 
 
 class ActivationStoreWriter:
@@ -176,6 +177,8 @@ class ActivationStoreWriter:
                 return
             if complete and not self._is_failed:
                 self._is_complete = True
+                if (size := self.layout.estimate_bytes(self.num_rows)) > TOLD_BYTES:
+                    logger.info(f"{self.directory}: reading {size / 1e9:.0f} GB once more, for the sums of its files")
             else:
                 del self._ranges[self._num_whole :]  # the beginning of a batch
             self._start_flush()
