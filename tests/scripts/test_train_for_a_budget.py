@@ -113,7 +113,7 @@ def test_a_layer_that_keeps_everything_has_nothing_to_stand_in_for() -> None:
         ({"mlp": [0.5, 0.3, 0.2]}, {}, "its MLPs keep 0.333 in the mean, not 0.5"),
         ({"mlp": [0.5] * 4}, {}, "is for 4 layers; this model has 3"),
         ({"attention": [0.5] * 3}, {}, "expected one density in (0, 1] for each MLP"),
-        ({"mlp": [1.5, 0.0, 0.0]}, {}, "expected one density in (0, 1] for each MLP"),
+        ({"mlp": [1.5, 0.0, 0.0]}, {}, "budget.json: `mlp[0]`: expected `float` <= 1.0"),
         ({"mlp": [0.5] * 3}, {"densities": (0.5, 0.3)}, "is for neurons, at one density of --densities"),
         ({"mlp": [0.5] * 3}, {"units": "attention"}, "is for neurons, at one density of --densities"),
         (None, {}, "budget.json"),
@@ -155,10 +155,10 @@ def test_training_again_without_a_budget_leaves_none(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("much", "its density_budget is no list of densities"),
-        ([0.5, None, 0.5], "its density_budget is no list of densities"),
+        ("much", "training.density_budget: expected `array`, got `str`"),
+        ([0.5, None, 0.5], "training.density_budget: `[1]`: expected `float`, got `null`"),
         ([], "expected one density in (0, 1] for each MLP"),
-        ([0.5, float("nan"), 0.5], "expected one density in (0, 1] for each MLP"),
+        ([0.5, 0.0, 0.5], "training.density_budget: `[1]`: expected `float` > 0.0"),
         ([0.5] * 2, "2 mlp densities for 3 layers"),
     ],
 )
