@@ -1,8 +1,8 @@
 """Continue the prompts of a JSON-lines file, dense or sparse, in one process or on many; one JSON line per answer.
 
 Input lines are described in `data.prompts`, output lines in `data.completions`. A request's own options win over the
-flags; the flags win over the model's generation_config.json. Under torchrun the first rank alone reads the prompts and
-writes the answers.
+flags; the flags win over the model's generation_config.json, whose penalties (repetition_penalty, no_repeat_ngram_size,
+bad_words_ids) always apply. Under torchrun the first rank alone reads the prompts and writes the answers.
 """
 
 from contextlib import ExitStack
@@ -44,7 +44,7 @@ class Options(SelectionOptions, RunOptions):
     top_p: float | None = None
     """Sample from the likeliest tokens that together reach this probability."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer; the text ends before them."""
+    """Strings that end an answer, names of special tokens among them; the text ends before them."""
     echo: bool = False
     """Put the prompt's log-probabilities before the answer's."""
     chat: bool = False
