@@ -18,9 +18,9 @@ from analysis.results import Record, make_record
 from data.bootstrap import Resampling
 from data.corpora import parse_corpus
 from data.differences import differences
-from data.files import only_writer, read_json
+from data.files import changed_files, only_writer, read_json
 from modules.checkpoint_export import write_model
-from modules.checkpoint_manifest import MANIFEST_FILE
+from modules.checkpoint_manifest import MANIFEST_FILE, Manifest
 from modules.decoder import Decoder
 from modules.scoring import token_logprobs
 from modules.training import TrainingOptions, train_model
@@ -53,15 +53,22 @@ def train_once(
 
 
 def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether a folder holds the checkpoint of this training; ValueError if it holds that of another."""
-    manifest = folder / MANIFEST_FILE
-    if not manifest.is_file():
+    """Whether a folder holds the checkpoint of this training, whole; of a damaged one that is told. ValueError if it
+    holds that of another."""
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
         return False
-    there = read_json(manifest, _TrainedManifest).training
+    try:
+        there, sums = read_json(path, _TrainedManifest).training, read_json(path, Manifest).sums
+    except ValueError as error:
+        logger.warning(f"{error}: training again")
+        return False
     if there != identity:
         found = "; ".join(differences(there or {}, identity, "there"))
         raise ValueError(f"{folder} was trained otherwise ({found}); choose another --output-dir")
-    return True
+    if changed := changed_files(folder, sums):
+        logger.warning(f"{folder}: {', '.join(changed[:4])} missing or not as written: training again")
+    return not changed
 
 
 def training_options(

@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from analysis.results import Record, read_records
 from data.corpora import Document, iter_documents
 from data.files import only_writer
 from modules.checkpoint import load_model
+from modules.checkpoint_export import write_model
 from scripts.ablation import VARIANTS, Options, main, num_parameters, variant_config
-from scripts.trained_models import train_once
+from scripts.trained_models import is_trained, train_once
 from scripts.training_text import TextPlan, encode, prepare_text, train_tokenizer
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import tiny_decoder
 
 WORDS = (
     "the", "a", "cat", "dog", "house", "tree", "runs", "sees", "big", "small", "red", "and", "then", "stops", "near",
@@ -192,6 +195,23 @@ def test_a_damaged_text_is_told_and_prepared_again(tmp_path: Path) -> None:
     (folder / "manifest.json").write_bytes(without_sums)  # of an older version
     assert torch.equal(prepare_text(folder, plan, quiet=True).other, text.other) and not said
     logger.remove(sink)
+
+
+@pytest.mark.parametrize("name", ["pytorch_1.pt", "config.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [lambda content: b"", lambda content: bytes(len(content))], ids=["empty", "zeroed"])
+def test_a_trained_model_that_is_damaged_is_trained_again(
+    tmp_path: Path, name: str, damage: Callable[[bytes], bytes]
+) -> None:
+    folder, identity = tmp_path / "silu-0", {"seed": 0}
+    model = tiny_decoder(LLAMA)
+    write_model(model, folder, model_id="silu-0", manifest={"training": identity})
+    assert is_trained(folder, identity)
+    with pytest.raises(ValueError, match="was trained otherwise .seed is 0 there, 1 now.; choose another --output-dir"):
+        is_trained(folder, {"seed": 1})
+    (folder / name).write_bytes(damage((folder / name).read_bytes()))
+    assert not is_trained(folder, identity)
+    write_model(model, folder, model_id="silu-0", manifest={"training": identity})
+    assert is_trained(folder, identity)
 
 
 def test_one_process_at_a_time_trains_a_model(tmp_path: Path) -> None:
