@@ -26,6 +26,7 @@ from modules.config import ModelConfig
 CONFIG_FILE = "config.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLED_BLOCKS, BLOCK_BYTES = 8, 4096  # of each weight file, for the fingerprint
+POINTER = b"version https://git-lfs"
 READABLE_DTYPES = (*DTYPES.values(), torch.float64)
 # Preferred first. The names of shards come from the index, so a stray file in the folder is never read.
 WEIGHT_FILES = (
@@ -73,6 +74,13 @@ def open_tensors(path: Path) -> Mapping[str, Any]:
     if not isinstance(tensors, Mapping):
         raise ValueError(f"{path}: expected a dictionary of tensors, found {type(tensors).__name__}")
     return tensors
+
+
+def refuse_pointer(path: Path) -> None:
+    """ValueError for what git leaves in the place of a large file that was not fetched."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{path}: a git-lfs pointer, not the file itself; fetch it (git lfs pull)")
 
 
 class PartFiles:
@@ -162,6 +170,7 @@ class ShardFiles:
         path = self.directory / shard
         if not path.is_file():
             raise FileNotFoundError(f"{path}: missing, though the index lists it")
+        refuse_pointer(path)
         if path.suffix == ".safetensors":
             try:
                 handle = safe_open(path, framework="pt", device="cpu")

@@ -14,6 +14,7 @@ from typing import Any
 from loguru import logger
 
 from data.files import read_json, write_json
+from modules.checkpoint_files import refuse_pointer
 
 # What makes a folder have a tokenizer, preferred first, and what may lie beside it.
 MAIN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -26,7 +27,6 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.json",
 )
-POINTER = b"version https://git-lfs"
 SAMPLE = "Hello world, it's 12345 tokens:\n  - naïve (café) \t!"
 
 # How a GGUF's byte-level tokenizer cuts text before merging (`tokenizer.ggml.pre`), where it is not as GPT-2's does.
@@ -52,9 +52,7 @@ def open_tokenizer(directory: Path) -> Any | None:
     if main is None:
         return None
     for path in (directory / name for name in TOKENIZER_FILES if (directory / name).is_file()):
-        with path.open("rb") as file:
-            if file.read(len(POINTER)) == POINTER:
-                raise ValueError(f"{path}: a git-lfs pointer, not the file itself; fetch it (git lfs pull)")
+        refuse_pointer(path)
         if path.suffix == ".json":
             read_json(path, dict)
     readers = ("sentencepiece", "tiktoken")
@@ -88,7 +86,7 @@ def check_tokenizer(tokenizer: Any, vocab_size: int, source: Path) -> None:
         )
     if getattr(tokenizer, "chat_template", None):
         try:
-            chat_text(tokenizer, "Hello")
+            chat_text(tokenizer, [{"role": "user", "content": "Hello"}])
         except ValueError as error:
             logger.warning(f"{template_file(source)}: {error}; --chat will not work with this model")
 
@@ -99,11 +97,16 @@ def template_file(directory: Path) -> Path:
     return next((directory / name for name in names if (directory / name).is_file()), directory)
 
 
-def chat_text(tokenizer: Any, prompt: str) -> str:
-    """One user message in the chat template, up to where the answer begins; ValueError if the template fails."""
-    messages = [{"role": "user", "content": prompt}]
+def chat_text(tokenizer: Any, messages: list[dict[str, str]], *, answer_follows: bool = True) -> str:
+    """A conversation in the chat template, up to where the answer begins, or else within the last message; ValueError
+    if the template fails."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=answer_follows,
+            continue_final_message=not answer_follows,
+        )
     except Exception as error:  # a template is a program: it may raise anything
         raise ValueError(f"the chat template fails ({type(error).__name__}: {_line(error)})") from error
 
@@ -123,13 +126,19 @@ def write_gguf_tokenizer(field: Callable[..., Any], source: Path, target: Path) 
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend, chat_template=field("tokenizer.chat_template"), **roles
         )
+    except Exception as error:  # tokenizers raises plain Exception for a vocabulary it cannot build
+        raise ValueError(f"{source}: its tokenizer cannot be read: {_line(error)}") from error
+    try:
         tokenizer.save_pretrained(target)
+    except Exception as error:  # and here, too
+        raise OSError(f"{target}: the tokenizer cannot be written: {_line(error)}") from error
+    try:
         path = target / "tokenizer_config.json"
         # transformers 4 does not know the name that 5 writes; both know this one.
         write_json(path, read_json(path, dict) | {"tokenizer_class": "PreTrainedTokenizerFast"})
         written = open_tokenizer(target)
-    except Exception as error:  # tokenizers raises plain Exception for a vocabulary it cannot build
-        raise ValueError(f"{source}: its tokenizer cannot be read: {_line(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{source}: its tokenizer cannot be rebuilt: {error}") from error
     _check_gguf_tokenizer(written, field, source)
     return written
 

@@ -17,6 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from loguru import logger
 
+from modules.checkpoint_tokenizer import chat_text
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
 from scripts.answerer import Answerer, Call
@@ -96,12 +97,7 @@ class EngineLM(TemplateLM):
         """A conversation as the text the model was trained on."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ValueError("this model's tokenizer has no chat template; leave out --apply_chat_template")
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        return chat_text(self.tokenizer, chat_history, answer_follows=add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, with the tokenizer's own special tokens unless told otherwise or the text has its BOS already."""

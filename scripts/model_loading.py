@@ -252,4 +252,5 @@ def chat_token_ids(tokenizer: Any, prompt: str) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this model's tokenizer has no chat template; leave out --chat")
     # As text, then tokenised: with tokenize=True the type of the answer changed between transformers' versions.
-    return list(tokenizer(chat_text(tokenizer, prompt), add_special_tokens=False)["input_ids"])
+    text = chat_text(tokenizer, [{"role": "user", "content": prompt}])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

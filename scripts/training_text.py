@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.corpora import iter_documents, parse_corpus
 from data.files import changed_files, read_json, replace_file, sha256_of, write_json
-from modules.checkpoint_tokenizer import TOKENIZER_FILES
+from modules.checkpoint_tokenizer import MAIN_FILES, TOKENIZER_FILES, open_tokenizer
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
 from scripts.run_records import hash_of
@@ -164,9 +164,10 @@ def _write_text(folder: Path, plan: TextPlan, quiet: bool) -> None:
         assert plan.vocab_size is not None
         training = (text for i, text in enumerate(documents) if i % HELD_OUT_EVERY)
         train_tokenizer(training, plan.vocab_size).save_pretrained(folder)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(folder if plan.tokenizer_dir is None else plan.tokenizer_dir))
+    source = folder if plan.tokenizer_dir is None else Path(plan.tokenizer_dir)
+    tokenizer = open_tokenizer(source)
+    if tokenizer is None:
+        raise FileNotFoundError(f"{source}: holds no tokenizer ({', '.join(MAIN_FILES)})")
     wanted = dict(zip(STREAMS, (plan.train_tokens, plan.calibration_tokens, plan.test_tokens), strict=False))
     found: dict[str, list[np.ndarray]] = {name: [] for name in STREAMS}
     sizes = dict.fromkeys(STREAMS, 0)

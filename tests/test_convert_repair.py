@@ -20,6 +20,7 @@ from tests.modules.test_checkpoint_damage import drop_sums, edit_config, edit_ma
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import same_weights, save_hf_folder, tiny_decoder
 from tests.test_convert import Convert, add_tokenizer, converter
+from tests.test_convert_gguf import GGUF, write_gguf
 
 
 @pytest.fixture
@@ -173,3 +174,13 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert "3 layers" in convert(source)
     verify_checkpoint(tmp_path / "out")
+
+
+def test_a_full_disk_while_a_ggufs_tokenizer_is_written_is_not_told_as_a_bad_file(
+    tmp_path: Path, convert: Convert
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", GGUF)
+    with largest_file(2000):
+        error = convert(tmp_path / "tiny.gguf")
+    assert "out.partial: the tokenizer cannot be written: " in error
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

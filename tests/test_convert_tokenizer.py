@@ -166,6 +166,29 @@ def test_gguf_metadata_of_other_types_is_one_line(fields: dict[str, Any], tmp_pa
     assert "tiny.gguf: its tokenizer cannot be read: " in convert(tmp_path / "tiny.gguf")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.embedding_length", "x", "config: `hidden_size`: expected `int`, got `str`"),
+        ("llama.block_count", 1_000_000, "config: `num_hidden_layers`: expected `int` <= 1000, got 1000000"),
+        ("llama.attention.head_count", 0, "config: `num_attention_heads`: expected `int` >= 1, got 0"),
+        ("llama.rope.freq_base", float("nan"), "config: `rope_theta`: expected `float`"),
+        ("llama.attention.key_length", 5, "config: rotary positions need an even head_dim, got 5"),
+    ],
+)
+def test_a_gguf_with_sizes_that_no_model_has_is_one_line(
+    key: str, value: Any, message: str, tmp_path: Path, convert: Convert
+) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        byte_level(["<unk>", "<s>", "</s>"])(writer)
+        del writer.kv_data[0][key]
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        kinds[type(value)](key, value)
+
+    write_gguf(tmp_path / "tiny.gguf", GGUF, tokens=add)
+    assert f"tiny.gguf: {message}" in convert(tmp_path / "tiny.gguf")
+
+
 def only_sentencepiece(source: Path) -> None:
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")

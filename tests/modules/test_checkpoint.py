@@ -240,6 +240,9 @@ def test_wrong_shards_are_named(tmp_path: Path) -> None:
     (tmp_path / shard).write_bytes((tmp_path / shard).read_bytes()[:-100])
     with pytest.raises(ValueError, match=f"{shard}: cannot be read, truncated or not safetensors"):
         load_model(tmp_path)
+    (tmp_path / shard).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132\n")
+    with pytest.raises(ValueError, match=f"{shard}: a git-lfs pointer, not the file itself"):
+        load_model(tmp_path)
     (tmp_path / shard).unlink()
     with pytest.raises(FileNotFoundError, match=f"{shard}: missing, though the index lists it"):
         load_model(tmp_path)
