@@ -9,15 +9,13 @@ from analysis.factor_effects import FACTORS, LEVEL_NAMES, FactorEffects
 from analysis.intervals import Estimate, difference
 from analysis.relufication import RelufiedPair, relufied_pairs
 from analysis.results import Record
-from analysis.wording import CANNOT_TELL, at_most, headline, no_larger_than, with_interval
+from analysis.wording import CANNOT_TELL, headline, no_larger_than, with_interval
 
-# So many outcomes without an effect are named; more would hide those that have one.
-FEW_OUTCOMES = 3
 FACTOR_NAMES = {"activation": "the activation function", "positions": "the positions", "norm": "the norm"}
 
 
 def factor_text(found: Sequence[ReportedEffects], factor: str) -> str:
-    """The paragraph of one factor: the answer is about recall of neurons, the further outcomes follow."""
+    """The paragraph of one factor: the answer is about recall of neurons, and the further outcomes are counted."""
     return " ".join(_effect_sentences(found, factor))
 
 
@@ -104,37 +102,21 @@ def _go_apart(one: Estimate, other: Estimate) -> bool:
 
 
 def _further_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str]:
-    """The other outcomes: those whose interval leaves out 0, and how large an effect the others leave open."""
-    changes = [(each, each.effects.main[factor]) for each in found if factor in each.effects.main]
-    moved = [f"{each.title}: {_effect(change, each)}" for each, change in changes if not change.holds_zero]
-    unmoved = [f"{each.title} ({_left_open(change, each)})" for each, change in changes if change.holds_zero]
-    sentences = []
-    if moved:
-        sentences.append(
-            f"Of {len(changes)} further outcomes the intervals of {len(moved)} leave out 0 (95 % each: one in "
-            f"twenty does so by chance): {'; '.join(moved)}."
-        )
-    if 0 < len(unmoved) <= FEW_OUTCOMES:
-        sentences.append(f"No effect was found on {'; '.join(unmoved)}.")
-    elif unmoved:
-        sentences.append(
-            f"On {len(unmoved)} others no effect was found; the table of effects has how large one may be for all that."
-        )
-    return sentences
+    """How many of the other outcomes have an effect: which, the table of effects says."""
+    changes = [each.effects.main[factor] for each in found if factor in each.effects.main]
+    if not changes:
+        return []
+    moved = sum(not change.holds_zero for change in changes)
+    return [
+        f"Of {len(changes)} further outcomes, {moved} moved by more than chance would explain (95 % intervals; one in "
+        "twenty does so by chance): see the table of effects."
+    ]
 
 
 def _effect(change: Estimate, reported: ReportedEffects) -> str:
     if change.low is not None and change.holds_zero:
         return no_larger_than("effect", change, reported.unit, scale=reported.scale)
     return with_interval(change, reported.unit, scale=reported.scale, signed=True)
-
-
-def _left_open(change: Estimate, reported: ReportedEffects) -> str:
-    if change.low is None:
-        return "one seed has no interval"
-    if change.largest == 0:
-        return "none at all"
-    return f"at most {at_most(change.largest, scale=reported.scale)} {reported.unit}".rstrip()
 
 
 def _interaction_sentences(primary: FactorEffects, factor: str) -> list[str]:

@@ -173,13 +173,15 @@ def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects])
         return None
     headings = [f"{each.title}{f' ({each.unit})' if each.unit else ''}".replace("points", "%") for each in effects]
     counts = [len(each.effects.seeds) for each in effects]
-    if len(set(counts)) > 1:
-        headings = [f"{title}, {count} seeds" for title, count in zip(headings, counts, strict=True)]
+    headings = [
+        title if count == max(counts) else f"{title}, {count} seeds"
+        for title, count in zip(headings, counts, strict=True)
+    ]
     return Table(
         title="ablation: models",
         columns=(*FACTORS, *headings),
         rows=tuple(rows),
-        caption="means over seeds" if len(set(counts)) > 1 else f"means over {counts[0]} seeds",
+        caption=f"means over {max(counts)} seeds" + ("" if len(set(counts)) == 1 else ", or as many as a column says"),
     )
 
 

@@ -31,7 +31,17 @@ from data.files import replace_file
 NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
 # What a first page shows.
 SHORT_MAIN = ("MLP density", "method", "ratio to dense", "achieved MLP density", "MLP bytes read")
-SHORT_DECODE = ("model", "weights", "method", "MLP density", "head density", "tokens/s", "× our dense")
+SHORT_DECODE = (
+    "model",
+    "weights",
+    "method",
+    "look-ahead",
+    "stand-in rank",
+    "MLP density",
+    "head density",
+    "tokens/s",
+    "× our dense",
+)
 CAPTION_LABELS = ("window", "stride", "num_tokens", "batch_size", "dtype", "weights", "seed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from analysis.ablation_effects import reported_effects
 from analysis.drift_verdict import answers, verdict
 from analysis.results import Record, make_record
 from tests.analysis.made_up_drift import ablation, lookahead_record, record
@@ -220,12 +221,12 @@ def test_a_factor_paragraph_holds_the_effect_its_interval_and_the_largest_intera
     assert found[QUESTIONS[1]] == (
         "In part, for less than half of what is lost. With gated SiLU instead of ReLU, recall of neurons at density "
         "0.5, look-ahead 1 goes from 80.5 % to 70.5 %: -10.0 points [-12.5, -7.5] (means over 24 small models, paired "
-        "over 3 seeds). Of 1 further outcomes the intervals of 1 leave out 0 (95 % each: one in twenty does so by "
-        "chance): recall of neurons lost to look-ahead 4: -30.00 points [-30.25, -29.75]. The largest interaction is "
-        "of the activation function with the positions: no effect at all."
+        "over 3 seeds). Of 1 further outcomes, 1 moved by more than chance would explain (95 % intervals; one in "
+        "twenty does so by chance): see the table of effects. The largest interaction is of the activation function "
+        "with the positions: no effect at all."
     )
     assert "look-ahead 1 goes from 75.0 % to 76.0 %: no effect found larger than 3.5 points" in found[QUESTIONS[3]]
-    assert "No effect was found on recall of neurons lost to look-ahead 4 (at most 0.25 points)." in found[QUESTIONS[3]]
+    assert "Of 1 further outcomes, 0 moved by more than chance would explain" in found[QUESTIONS[3]]
 
 
 def test_true_sets_of_different_sizes_are_told_beside_their_recalls() -> None:
@@ -236,23 +237,23 @@ def test_true_sets_of_different_sizes_are_told_beside_their_recalls() -> None:
     ]  # fmt: skip
     told = texts([*recalls, *ablation({}, metric="precision")])[QUESTIONS[1]]  # a study records that as well
     assert told.startswith("In recall: in part, for less than half of what is lost. In precision the other way, +22")
-    assert "neurons that are to be found: +20 points [+20, +20]" in told
     # 0.8 * 0.3 / 0.5 = 0.48 and 0.7 * 0.5 / 0.5 = 0.7.
-    assert "precision of neurons at density 0.5, look-ahead 1: +22" in told
+    effects = {each.title: each.effects.main["activation"].value for each in reported_effects(recalls)}
+    assert effects["neurons that are to be found"] == pytest.approx(0.2)
+    assert effects["precision of neurons at density 0.5, look-ahead 1"] == pytest.approx(0.22)
     # (recall - static) / (1 - static) = 0.1 by construction, whatever the recall.
-    assert "No effect was found on share of what always the same neurons miss that is found, look-ahead 1" in told
+    share = "share of what always the same neurons miss that is found, look-ahead 1"
+    assert effects[share] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_many_outcomes_without_an_effect_are_counted_and_not_named() -> None:
+def test_further_outcomes_are_counted_and_not_named() -> None:
     records = ablation({"activation": -0.1}, noise=0.01)
     for lookahead in (2, 4, 8):  # the largest of recall_drop; perplexity and precision are of other metrics
         records += ablation({}, noise=0.01, lookahead=lookahead, metric="recall_drop")
-    few = texts(records)[QUESTIONS[1]]
-    assert "No effect was found on recall of neurons lost to look-ahead 8 (at most 2.5 points)." in few
     for metric in ("perplexity", "cosine", "energy_share", "exact_zeros", "loss"):
         records += ablation({}, noise=0.01, metric=metric)
     many = texts(records)[QUESTIONS[1]]
-    assert "no effect was found; the table of effects has how large one may be" in many and "at most" not in many
+    assert ", 0 moved by more than chance would explain" in many and "look-ahead 8" not in many
 
 
 def test_one_seed_or_a_factor_that_does_not_vary_cannot_tell() -> None:

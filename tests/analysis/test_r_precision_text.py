@@ -76,7 +76,7 @@ def test_a_table_of_effects_says_of_each_row_what_it_was_measured_on() -> None:
     assert effects.columns[-1] == "measured on"
     assert measured["recall of neurons at density 0.5, look-ahead 1"] == "24 models, seeds 0, 1, 2"
     assert measured["R-precision of neurons, look-ahead 1"] == "16 models, seeds 0, 1"
-    assert effects.caption.startswith("paired differences") and models.caption == "means over seeds"
+    assert effects.caption.startswith("paired differences") and models.caption.startswith("means over 3 seeds, or")
     assert "R-precision of neurons, look-ahead 1 (%), 2 seeds" in models.columns
     effects, models, *_ = study_tables("ablation", recalls())
     assert "measured on" not in effects.columns and effects.caption.startswith("24 models, seeds 0, 1, 2; paired")
