@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from analysis.accuracy import AccuracyComparison, AccuracyRow, Mean, TaskColumn, compare_accuracy
 from analysis.comparison import Comparison, shared_settings
-from analysis.formatting import EMPTY_CELL, Table, format_number, format_ratio, format_share
+from analysis.formatting import EMPTY_CELL, Table, format_number, format_range, format_ratio, format_share
 from analysis.results import Record
 
 NAME = "accuracy"
@@ -112,7 +112,11 @@ def _points(share: Mean | None, sign: str = "") -> str:
 
 
 def _ratio(corpus: str) -> Callable[[AccuracyRow], str]:
-    return lambda row: format_ratio(row.perplexities[corpus].ratio) if corpus in row.perplexities else EMPTY_CELL
+    def text(row: AccuracyRow) -> str:
+        found = row.perplexities.get(corpus)
+        return EMPTY_CELL if found is None else format_range(found.ratio, found.ratio_interval, format_ratio)
+
+    return text
 
 
 def _achieved(quantity: Callable[[Comparison], float | None]) -> Callable[[AccuracyRow], str]:

@@ -337,7 +337,10 @@ def report(metrics: dict[str, Any], options: Options) -> None:
     if "refinement" in metrics:
         refinement = metrics["refinement"]
         start = refinement["held_out_divergence"][0][1]
-        logger.info(f"refinement: held-out divergence {start:.4f} -> {refinement['best']:.4f} nats per token")
+        logger.info(
+            f"refinement: divergence {start:.4f} -> {refinement['best']:.4f} nats per token, on the text that chose "
+            "the best state"
+        )
     logger.info(f"predictors, and metrics.md with every layer, are in {options.output_dir}")
 
 

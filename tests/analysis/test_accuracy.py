@@ -24,6 +24,16 @@ def table_rows(records: list[Record]) -> list[dict[str, str]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
+def test_a_perplexity_beside_the_tasks_has_its_interval(accuracy_records: list[Record]) -> None:
+    with_intervals = [
+        {**record, "ratio_interval": [1.4, 1.6]} if record["name"] == "perplexity" else record
+        for record in accuracy_records
+    ]
+    dense, _, predictor, *_ = table_rows(with_intervals)
+    assert predictor["small text, perplexity to dense"] == "1.500× [1.400×, 1.600×]"
+    assert dense["small text, perplexity to dense"] == "1.000×"
+
+
 def test_a_row_holds_every_task_the_mean_and_what_it_loses(accuracy_records: list[Record]) -> None:
     dense, *sparse = table_rows(accuracy_records)
     assert [(row["MLP density"], row["method"]) for row in sparse] == [
