@@ -29,7 +29,7 @@ from modules.checkpoint_files import (
     open_source,
 )
 from modules.checkpoint_keys import EMBEDDINGS, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
-from modules.checkpoint_manifest import MANIFEST_FILE, read_manifest
+from modules.checkpoint_manifest import MANIFEST_FILE, interrupted, read_manifest
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.shards import own_tensor, set_parameter, take_part
@@ -56,7 +56,9 @@ def read_hf_config(source_dir: str | Path) -> dict[str, Any]:
     """`config.json` of a folder, as Hugging Face spells it; FileNotFoundError if there is none."""
     directory = Path(source_dir)
     if not directory.is_dir():
-        raise FileNotFoundError(f"{directory}: no such folder; a checkpoint folder was expected")
+        raise FileNotFoundError(
+            f"{directory}: no such folder; a checkpoint folder was expected{interrupted(directory)}"
+        )
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing; a converted or Hugging Face checkpoint folder has one")

@@ -81,6 +81,17 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise ValueError(f"{error}; convert the model again with --overwrite") from error
 
 
+def replaced_dir(directory: Path) -> Path:
+    """Where a checkpoint is that is just being replaced by another: see checkpoint_writer."""
+    return directory.with_name(directory.name + ".replaced")
+
+
+def interrupted(directory: Path) -> str:
+    """For messages about a folder that is not there: whether a killed conversion is why, and what to do."""
+    left = replaced_dir(directory)
+    return f" ({left} was left by an interrupted conversion: give its command again)" if left.is_dir() else ""
+
+
 def directory_sum(path: Path) -> str:
     """The sha256 of a .pt file's table of contents (its tail): name, place, size and CRC32 of each record."""
     records = [(record.filename, record.header_offset, record.file_size, record.CRC) for record in _records(path)]

@@ -32,7 +32,14 @@ from modules.checkpoint_files import (
     part_file,
 )
 from modules.checkpoint_keys import EMBEDDINGS, HEAD, parts
-from modules.checkpoint_manifest import FORMAT_VERSION, MANIFEST_FILE, FileRecord, PartRecord, directory_sum
+from modules.checkpoint_manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    FileRecord,
+    PartRecord,
+    directory_sum,
+    replaced_dir,
+)
 from modules.shards import own_tensor
 
 
@@ -152,7 +159,7 @@ class CheckpointWriter:
             "other_files": {path.name: msgspec.to_builtins(_file_record(path)) for path in others},
         }
         write_json(self.partial_dir / MANIFEST_FILE, manifest, indent=2)
-        replaced = _replaced(self.output_dir)
+        replaced = replaced_dir(self.output_dir)
         if self.output_dir.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             os.replace(self.output_dir, replaced)
@@ -164,7 +171,7 @@ class CheckpointWriter:
 def recover(output_dir: Path) -> None:
     """Put right what a killed writer has left: between its two renames the new folder is whole and takes its place;
     a folder that is not whole is removed."""
-    partial, replaced = _partial(output_dir), _replaced(output_dir)
+    partial, replaced = _partial(output_dir), replaced_dir(output_dir)
     if replaced.is_dir() and not output_dir.exists():
         # The manifest is written last.
         os.replace(partial if (partial / MANIFEST_FILE).is_file() else replaced, output_dir)
@@ -175,10 +182,6 @@ def recover(output_dir: Path) -> None:
 
 def _partial(output_dir: Path) -> Path:
     return output_dir.with_name(output_dir.name + ".partial")
-
-
-def _replaced(output_dir: Path) -> Path:
-    return output_dir.with_name(output_dir.name + ".replaced")
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from loguru import logger
 from data.files import read_json, sha256_of
 from modules.checkpoint import load_model
 from modules.checkpoint_files import checkpoint_fingerprint
-from modules.checkpoint_manifest import MANIFEST_FILE, verify_checkpoint
+from modules.checkpoint_manifest import MANIFEST_FILE, interrupted, verify_checkpoint
 from modules.checkpoint_tokenizer import MAIN_FILES, chat_text, open_tokenizer
 from modules.decoder import Decoder
 from modules.requests import Decode
@@ -151,7 +151,7 @@ def resolve_model(model: str) -> Path:
     # `outputs/model` has the form of a hub id, too; where outputs/ is a folder here, a folder was meant.
     if not HUB_ID.fullmatch(model) or path.parent.is_dir():
         raise FileNotFoundError(
-            f"--model {model}: no such folder; give a checkpoint folder or a hub id such as ORG/NAME"
+            f"--model {model}: no such folder; give a checkpoint folder or a hub id such as ORG/NAME{interrupted(path)}"
         )
     return _download(model)
 

@@ -143,6 +143,11 @@ def test_a_killed_conversion_leaves_the_old_checkpoint_or_the_new_one(
         edit_config(replaced)
         if moment == "between the renames":
             out.rename(partial)
+    if not out.exists():
+        with pytest.raises(
+            FileNotFoundError, match=r"out\.replaced was left by an interrupted conversion: give its comm"
+        ):
+            load_model(out)
     assert "already converted" in convert(source)
     verify_checkpoint(out)
     assert same_weights(load_model(out), tiny_decoder(LLAMA))
