@@ -82,7 +82,11 @@ def _table_of_card(card: str, records: Sequence[Record]) -> Table:
     merged = [row.merged for row in rows]
     trained = [each for each in labels if each.get("model")]
     parts = [
-        ", ".join(f"{name.replace('_', ' ')} {format_cell(labels[0][name])}" for name in constant),
+        ", ".join(
+            f"{name.replace('_', ' ')} {format_cell(labels[0][name])}"
+            for name in constant
+            if labels[0].get(name) is not None
+        ),
         ceiling_text(merged),
         calls_text(merged),
         "MLP density: while generating" if any(row.merged.get("text_achieved") for row in rows) else "",

@@ -46,7 +46,7 @@ def _quality(row: Comparison, rivals: Sequence[Comparison], metric: str) -> str:
             place = "as good as"
         else:
             place = "behind" if rival.ratio < row.ratio else "ahead of"
-        groups[place].append(f"{rival.variant.upper()} ({_cost(rival)})")
+        groups[place].append(f"{rival.method.upper()}{rival.variant.removeprefix(rival.method)} ({_cost(rival)})")
     said = [f"{place} {' and '.join(names)}" for place, names in groups.items() if names]
     return f"{text} It is {', '.join(said)}."
 

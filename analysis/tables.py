@@ -169,7 +169,11 @@ def record_table(records: Sequence[Record], name: str) -> Table:
         title=name,
         columns=tuple(columns[i] for i in used),
         rows=tuple(tuple(row[i] or EMPTY_CELL for i in used) for row in rows),
-        caption=", ".join(f"{label} {format_cell(chosen[0]['labels'].get(label))}" for label in constant),
+        caption=", ".join(
+            f"{label} {format_cell(setting)}"
+            for label in constant
+            if (setting := chosen[0]["labels"].get(label)) is not None
+        ),
     )
 
 

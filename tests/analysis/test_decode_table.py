@@ -128,7 +128,8 @@ def test_rows_of_other_predictors_say_how_they_differ() -> None:
     changed = [{**measured[0], "sources": {"predictors": "0123456789ab"}}]
     (table,) = decode_tables([*measured, *changed])
     assert [row[table.columns.index("predictors")] for row in table.rows] == ["near", "far", "near (012345)"]
-    (table,) = decode_tables([record(400.0, None, None, **trained, label="refined")])
+    (table,) = decode_tables([record(400.0, None, None, **trained, label="refined", density_budget=None)])
+    assert "budget" not in table.caption, "what nobody set is not told"
     assert table.rows[0][table.columns.index("method")] == "predictor, refined"
 
 
