@@ -197,7 +197,10 @@ def _records_of(path: Path, *, may_end_unfinished: bool = False) -> list[Record]
         except (ValueError, RecursionError) as error:
             if may_end_unfinished and line_number == len(lines):
                 break
-            raise ValueError(f"{path}, line {line_number}: not a result record: {error}") from error
+            raise ValueError(
+                f"{path}, line {line_number}: not a result record: {error}; remove that line (--resume then makes its "
+                "record again)"
+            ) from error
         labels = record["labels"]
         if labels.get("method") in RENAMED_METHODS:
             labels["method"] = RENAMED_METHODS[labels["method"]]

@@ -16,7 +16,6 @@ import torch
 from loguru import logger
 
 from modules.requests import GenerationRequest, GenerationResult
-from modules.sampling import SamplingParams
 from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
 from scripts.batch_sizes import BatchSizes
 from scripts.command_line import progress
@@ -42,16 +41,6 @@ class Call:
     def digest(self) -> str:
         """Twelve hex digits that tell what is asked."""
         return hash_of(json.dumps(asdict(self)).encode())
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Call:
-        """From `asdict(call)`, as JSON brings it back. TypeError or KeyError for anything else."""
-        generations = [
-            GenerationRequest(**{**one, "sampling": SamplingParams(**one["sampling"]), "stop": tuple(one["stop"])})
-            for one in content["generations"]
-        ]
-        continuations = [Continuation(**one) for one in content["continuations"]]
-        return cls(**{**content, "continuations": continuations, "generations": generations})
 
 
 class Answerer:

@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from loguru import logger
 
 from analysis.results import Record, make_record, read_records
-from data.files import replace_file
+from data.files import parse_json, replace_file
 from modules.checkpoint import build_on_meta, load_config
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
@@ -90,12 +91,29 @@ class Fold:
     """Warnings only."""
 
 
+class AskedOf(TypedDict):
+    """A name of `--tasks`, and how it was asked."""
+
+    task: str
+    num_fewshot: int | None
+    limit: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """What one name of `--tasks` asks: `run` (task, num_fewshot, limit) and its calls, in order."""
 
-    run: dict[str, Any]
+    run: AskedOf
     calls: tuple[Call, ...]
+
+
+class _Requests(msgspec.Struct, kw_only=True):
+    """The file that `export` writes."""
+
+    format: str
+    format_version: int
+    seed: int
+    asked: list[Asked]
 
 
 class Listener(Answerer):
@@ -149,7 +167,7 @@ def export(options: Export) -> list[Asked]:
     for benchmark in benchmarks:
         listener.calls = []
         evaluate_benchmark(model, benchmark, options.limit, resamples=0)
-        run = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": options.limit}
+        run: AskedOf = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": options.limit}
         found.append(Asked(run=run, calls=tuple(listener.calls)))
         logger.info(f"{benchmark.name}: {sum(map(len, listener.calls))} requests")
     content = {
@@ -167,23 +185,17 @@ def export(options: Export) -> list[Asked]:
 def read_requests(path: Path, *, seed: int) -> dict[str, Asked]:
     """By task, what `export` wrote; ValueError if that is not what the file holds, or if it is of another seed."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            content = json.load(file)
-        if (content["format"], content["format_version"]) != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format {content['format']!r}, version {content['format_version']!r}")
-        asked = {
-            one["run"]["task"]: Asked(run=one["run"], calls=tuple(map(Call.from_json, one["calls"])))
-            for one in content["asked"]
-        }
-        exported_seed = int(content["seed"])
-    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
+        content = parse_json(gzip.decompress(path.read_bytes()), _Requests, "JSON")
+        if (content.format, content.format_version) != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"format {content.format!r}, version {content.format_version!r}")
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
         what = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"{path}: not a whole file of requests, as scripts.carried_tasks export writes it ({what})"
+            f"{path}: not a whole file of requests, as scripts.carried_tasks export writes it ({what}); export it again"
         ) from error
-    if exported_seed != seed:
-        raise ValueError(f"{path} was exported with --seed {exported_seed}: answer with that, not with {seed}")
-    return asked
+    if content.seed != seed:
+        raise ValueError(f"{path} was exported with --seed {content.seed}: answer with that, not with {seed}")
+    return {one.run["task"]: one for one in content.asked}
 
 
 def answer(options: Answer) -> list[Record]:

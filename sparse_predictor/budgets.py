@@ -21,9 +21,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from data.files import read_json, write_json
+from data.files import check_sums, read_json, write_json
 from modules.sparsity import BLOCKS, Block
-from sparse_predictor.store import Density
+from sparse_predictor.store import Density, parse_manifest
+from sparse_predictor.tensor_files import AGAIN
 
 Place = tuple[int, Block]
 # Densities between two measured ones are read off the line between them, in steps of so much of a block.
@@ -58,6 +59,8 @@ class DensityBudget:
                 "this method with scripts.budget"
             )
         if predictors is None or predictors_id(predictors) != self.predictors:
+            if predictors is not None:  # changed since: then these may be the ones, and another budget would not help
+                check_sums(predictors, parse_manifest(predictors).sums, AGAIN)
             raise ValueError(
                 f"density budget: its thresholds belong to other predictors than {predictors}; make one for these "
                 "with scripts.budget"
@@ -118,7 +121,7 @@ def read_budget(path: Path) -> DensityBudget:
     try:
         found = read_json(path, _BudgetFile)
     except ValueError as problem:
-        raise ValueError(f"{problem}; expected {EXPECTED} (scripts.budget writes one)") from problem
+        raise ValueError(f"{problem}; expected {EXPECTED}; make it again with scripts.budget") from problem
     densities: dict[Block, list[float]] = {
         block: values for block in BLOCKS if (values := getattr(found, block)) is not None
     }

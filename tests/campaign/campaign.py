@@ -62,13 +62,13 @@ FINE = ("as uninterrupted", "refused", "same output", "other output", "done", "w
 
 # Who reads an artefact: its own stage, which continues it in place, or one that writes something else.
 STAGE_OF = {product: stage for stage, product in PRODUCTS.items()}
-READERS = {"hf": "convert", "checkpoint": "infer", "store": "train", "predictors": "infer", "budget.json": "infer",
+READERS = {"hf": "convert", "tiny": "infer", "store": "train", "predictors": "infer", "budget.json": "infer",
            "requests.gz": "answer", "carried.jsonl": "fold", "records.jsonl": "summarize", "prompts.jsonl": "infer",
            "train.jsonl": "collect", "choices.json": "choices", "splits.json": "splits"}  # fmt: skip
 FOLDERS = {
     "hf": ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
            "model.safetensors.index.json"),
-    "checkpoint": ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "manifest.json"),
+    "tiny": ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "manifest.json"),
     "store": ("manifest.json",), "predictors": ("manifest.json", "metrics.json"),
 }  # fmt: skip
 JSON_ARTEFACTS = (*FOLDERS, *FOLDERS, *READERS, *STAGE_OF, "answers.jsonl.manifest.json", "text.jsonl.manifest.json")
@@ -159,7 +159,7 @@ def kills(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, An
 
 def damaged(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, Any]:
     """Damage a file of an artefact and read it: refused, or read as if nothing had happened; then repaired."""
-    artefact = draw.choice(("hf", "checkpoint", "checkpoint", "store", "predictors", "training state", *STAGE_OF))
+    artefact = draw.choice(("hf", "tiny", "tiny", "store", "predictors", "training state", *STAGE_OF))
     if artefact == "training state":
         started(campaign, folder)
         states = sorted((folder / "predictors").glob("training_*")) or [folder / "predictors/manifest.json"]
@@ -233,7 +233,7 @@ def changed_json(campaign: Campaign, folder: Path, draw: random.Random) -> dict[
     artefact = draw.choice(JSON_ARTEFACTS)
     command, _ = reading(campaign, folder, artefact.removesuffix(".manifest.json"), draw)
     if artefact == "hf" and draw.random() < 0.5:
-        command = COMMANDS["infer"].format(out="out.jsonl").replace("--model checkpoint", "--model hf")
+        command = COMMANDS["infer"].format(out="out.jsonl").replace("--model tiny", "--model hf")
     did = change_json(folder / artefact / draw.choice(FOLDERS.get(artefact, ("",))), draw)
     outcome = run(command, folder, LIMIT_S)
     return record_of(outcome, outcome.verdict, f"{artefact}: {did}")

@@ -32,7 +32,7 @@ BAD_INTEGERS = ("-1", "0", "1", "2", "7", "-" + "9" * 20, "9" * 20, "9" * 400)
 BAD_WORDS = (
     *BAD_NUMBERS, "", "x", "none", "None", "auto", "True", "[]", "{}", "1,2", "0-1", "0-99999999999", "é☃", "\udcff",
     " ", "--", "-", ".", "..", "/", "/dev/null", "/dev/full", "/proc/self/mem", "no/such/file", "dangling", "hf",
-    "checkpoint", "store", "tasks", "predictors", "prompts.jsonl", "budget.json", "answers.jsonl", "records.jsonl",
+    "tiny", "store", "tasks", "predictors", "prompts.jsonl", "budget.json", "answers.jsonl", "records.jsonl",
     "self", "self:x", "self:-1", "wikitext:", "no/model", "a/b/c", "predictor", "teal", "griffin", "float64", "cuda:99",
 )  # fmt: skip
 

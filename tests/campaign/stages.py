@@ -41,45 +41,54 @@ SPARSE = "--predictors predictors --mlp-density 0.5"
 # Every stage's command, in an order in which each finds what it reads; `{out}` is what it writes.
 COMMANDS = {
     "convert": "convert_llama_checkpoint --source hf --output-dir {out} --quiet",
-    "collect": "scripts.collect --model checkpoint --corpus train.jsonl --output-dir {out} --max-tokens 1500"
+    "collect": "scripts.collect --model tiny --corpus train.jsonl --output-dir {out} --max-tokens 1500"
     " --batch-size 4 --quiet",
-    "train": "scripts.train --model checkpoint --activations store --output-dir {out} --steps 8 --batch-rows 64"
+    "train": "scripts.train --model tiny --activations store --output-dir {out} --steps 8 --batch-rows 64"
     " --refine-steps 30 --refine-window 32 --batch-size 2 --closed-form-rows 256 --standin-tokens 256"
     " --calibration-tokens 128 --quiet",
-    "budget": f"scripts.budget --model checkpoint --method predictor {SPARSE} --corpus train.jsonl --output {{out}}"
+    "budget": f"scripts.budget --model tiny --method predictor {SPARSE} --corpus train.jsonl --output {{out}}"
     " --tokens 64 --check-tokens 64 --window 32 --quiet",
-    "infer": f"scripts.infer --model checkpoint --input prompts.jsonl --output {{out}} --max-new-tokens 12"
+    "infer": f"scripts.infer --model tiny --input prompts.jsonl --output {{out}} --max-new-tokens 12"
     f" --batch-size 4 --method predictor {SPARSE} --density-budget budget.json --quiet",
-    "evaluate": f"scripts.evaluate --model checkpoint --corpus test.jsonl --output {{out}} --window 32"
+    "evaluate": f"scripts.evaluate --model tiny --corpus test.jsonl --output {{out}} --window 32"
     f" --method dense predictor static {SPARSE} 0.3 --quiet",
-    "write": "scripts.write_text --model checkpoint --output {out} --max-tokens 300 --num-words 0 --batch-size 2"
-    " --quiet",
-    "export": "scripts.carried_tasks export --model checkpoint --tasks tiny_choices,tiny_texts --include-path tasks"
+    "write": "scripts.write_text --model tiny --output {out} --max-tokens 300 --num-words 0 --batch-size 2 --quiet",
+    "export": "scripts.carried_tasks export --model tiny --tasks tiny_choices,tiny_texts --include-path tasks"
     " --output {out} --limit 4 --quiet",
-    "answer": "scripts.carried_tasks answer --model checkpoint --requests requests.gz --output {out}"
+    "answer": "scripts.carried_tasks answer --model tiny --requests requests.gz --output {out}"
     " --method dense oracle --mlp-density 0.5 0.3 --batch-size 2 --quiet",
-    "fold": "scripts.carried_tasks fold --model checkpoint --answers carried.jsonl --include-path tasks"
+    "fold": "scripts.carried_tasks fold --model tiny --answers carried.jsonl --include-path tasks"
     " --output {out} --quiet",
     "summarize": "scripts.summarize --results records.jsonl --output-dir {out} --quiet",
-    "drift": "scripts.drift --model checkpoint --corpus train.jsonl --output-dir {out} --window 32 --test-tokens 96"
+    "drift": "scripts.drift --model tiny --corpus train.jsonl --output-dir {out} --window 32 --test-tokens 96"
     " --calibration-tokens 512 --max-lookahead 1 --quiet",
-    "relufy": "scripts.relufy --model checkpoint --corpus train.jsonl --test-corpus test.jsonl --output-dir {out}"
+    "relufy": "scripts.relufy --model tiny --corpus train.jsonl --test-corpus test.jsonl --output-dir {out}"
     " --output relu.jsonl --train-tokens 128 --window 32 --batch-windows 2 --calibration-tokens 512 --test-tokens 96"
     " --speed-densities --predictor-tokens 128 --quiet",
-    "agreement": "scripts.benchmark.agreement --model checkpoint --corpus test.jsonl --output {out} --num-prompts 2"
+    "agreement": "scripts.benchmark.agreement --model tiny --corpus test.jsonl --output {out} --num-prompts 2"
     " --new-tokens 4 --quiet",
     "choices": "tests.campaign.read_tables --choices choices.json",
     "splits": "tests.campaign.read_tables --splits splits.json",
 }
 PRODUCTS = {
-    "convert": "checkpoint", "collect": "store", "train": "predictors", "budget": "budget.json",
+    "convert": "tiny", "collect": "store", "train": "predictors", "budget": "budget.json",
     "infer": "answers.jsonl", "evaluate": "records.jsonl", "write": "text.jsonl", "export": "requests.gz",
     "answer": "carried.jsonl", "fold": "folded.jsonl",
 }  # fmt: skip
 # What continues an interrupted run; the others are started again as they were.
 RESUME = {stage: " --resume" for stage in ("collect", "infer", "evaluate", "write", "answer", "fold")}
 # What a file says about its making, which no two runs share.
-OF_THE_RUN = {"command_line", "git_commit", "environment", "timing", "provenance", "seconds", "created", "verify"}
+OF_THE_RUN = {
+    "command_line",
+    "git_commit",
+    "environment",
+    "timing",
+    "provenance",
+    "seconds",
+    "created",
+    "verify",
+    "sums",
+}
 
 
 @dataclass(frozen=True)

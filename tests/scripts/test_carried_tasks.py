@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,10 @@ def test_answers_without_dense_are_refused(folder: Path, tmp_path: Path) -> None
         ("answer --requests {folder}/model/config.json", "config.json: not a whole file of requests, as scripts."),
         ("answer --requests {tmp}/other", "other: not a whole file of requests"),
         ("answer --requests {tmp}/half", "half: not a whole file of requests"),
+        (
+            "answer --requests {tmp}/typed",
+            "JSON: `asked[0].calls[0].continuations[0].num_scored`: expected `int`, got `str`)",
+        ),
         ("answer --requests {folder}/requests", "requests was exported with --seed 3: answer with that, not with 0"),
         (
             "answer --requests {folder}/requests --seed 3 --tasks boolq",
@@ -174,6 +179,10 @@ def test_refusals_are_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, words: str, message: str
 ) -> None:
     (tmp_path / "other").write_bytes(gzip.compress(json.dumps({"format": "prompts", "format_version": 1}).encode()))
+    typed = re.sub(
+        '"num_scored":[0-9]+', '"num_scored":"x"', gzip.decompress((folder / "requests").read_bytes()).decode()
+    )
+    (tmp_path / "typed").write_bytes(gzip.compress(typed.encode()))
     (tmp_path / "half").write_bytes((folder / "requests").read_bytes()[:200])
     record = {**read_records(folder / "answers.jsonl")[0], "name": "accuracy"}
     append_record(tmp_path / "records.jsonl", record)

@@ -14,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from transformers import PreTrainedTokenizerFast
 
+from data.files import convert_json
 from scripts.answerer import Answerer, Call
 from scripts.batch_sizes import BatchSizes
 from scripts.command_line import configure_logging
@@ -69,7 +70,7 @@ def carried(folder: Path, *arguments: Arguments) -> list[str]:
 
     EngineLM(Listener(loaded, BatchSizes(loaded, fixed=2))).generate_until(asked(*arguments))
     (call,) = heard
-    there = Call.from_json(json.loads(json.dumps(asdict(call))))
+    there = convert_json(json.loads(json.dumps(asdict(call))), Call, "a call")
     assert there.digest == call.digest
     return Answerer(loaded, BatchSizes(loaded, fixed=2), quiet=True).answer(there)
 

@@ -142,6 +142,21 @@ def test_noise_does_not_end_the_search_and_heads_move_in_whole_groups() -> None:
         allocate(curves, 0.2 * 260, STEPS)
 
 
+def test_predictors_that_changed_since_their_budget_are_named_not_the_budget(trained: Trained, tmp_path: Path) -> None:
+    shutil.copytree(trained(), tmp_path / "predictors")
+    budget = DensityBudget(
+        densities={"mlp": [0.4] * 3},
+        method="predictor",
+        predictors=predictors_id(tmp_path / "predictors"),
+        thresholds=[0.0] * 3,
+    )
+    path = tmp_path / "predictors/layer_1_mlp.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    chosen = selection("predictor", tmp_path / "predictors", 0.5, density_budget=budget)
+    with pytest.raises(ValueError, match="predictors: layer_1_mlp.safetensors: missing, or not as written"):
+        attach_selection(tiny_decoder(KINDS["llama"]), chosen)
+
+
 def test_thresholds_of_a_budget_are_used_by_its_method_with_its_predictors_only(
     trained: Trained, tmp_path: Path
 ) -> None:
