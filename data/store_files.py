@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from loguru import logger
 
 from data.files import changed_files, disk_errors, replace_file, sha256_of
 from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, FileLayout, StoreLayout
@@ -195,6 +196,11 @@ def check_contents(directory: Path, manifest: StoreManifest, *, verify: bool) ->
     found = samples_of(directory, manifest) if manifest.samples else {}
     changed, flags = [name for name in found if found[name] != manifest.samples[name]], "--resume"
     if verify and not changed:
+        if not manifest.sums:
+            logger.warning(
+                f"{directory}: --verify found no sums to compare its files with (an older store, or one that is not "
+                "complete, has none)"
+            )
         changed, flags = changed_files(directory, manifest.sums), "--resume --verify"
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
@@ -210,8 +216,10 @@ def sound_rows(directory: Path, manifest: StoreManifest, *, verify: bool) -> int
     num_rows = manifest.num_rows
     for name, layout in manifest.layout.files.items():
         path = directory / name
-        size = path.stat().st_size if path.is_file() else -1  # a rank may have files of no columns
-        num_rows = min(num_rows, max(0, size) // layout.row_bytes if layout.row_bytes else num_rows * (size >= 0))
+        if not path.is_file():
+            return 0
+        if layout.row_bytes:  # a rank may have files of no columns
+            num_rows = min(num_rows, path.stat().st_size // layout.row_bytes)
     if num_rows < manifest.num_rows:
         return num_rows
     try:

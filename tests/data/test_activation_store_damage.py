@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
 from data.files import only_writer
@@ -132,7 +133,11 @@ def test_a_store_of_an_older_version_has_no_sums_and_is_read(
     record = json.loads(path.read_text())
     assert len(record.pop("sums")) == len(record.pop("samples")) == len(record["files"])
     path.write_text(json.dumps(record))
+    said: list[str] = []
+    sink = logger.add(said.append, format="{message}")
     assert ActivationStore(tmp_path, verify=True).num_rows == sum(LENGTHS)
+    logger.remove(sink)
+    assert len(said) == 1 and "--verify found no sums to compare its files with" in said[0]
 
 
 def test_a_finished_store_that_is_resumed_keeps_its_manifest(
