@@ -232,6 +232,8 @@ def answer(options: Answer) -> list[Record]:
 
 def _chosen(asked: Mapping[str, Asked], options: Answer) -> list[Asked]:
     names = list(asked) if options.tasks is None else [name for name in options.tasks.split(",") if name]
+    if not names:
+        raise ValueError(f"--tasks {options.tasks!r}: give some of {', '.join(asked)}, or leave it out for all")
     for name in names:
         if name not in asked:
             raise ValueError(f"--tasks {name}: {options.requests} asks {', '.join(asked)}; export it first")
@@ -274,6 +276,8 @@ def _benchmark_of(run: Mapping[str, Any], include_path: Path | None) -> list[Ben
 
 def _groups(paths: Sequence[Path]) -> list[list[Record]]:
     """What belongs in one sweep of one task: the newest answers of every run, dense first. ValueError without dense."""
+    if not paths:
+        raise ValueError("--answers: give at least one file of answers")
     groups: dict[str, dict[str, Record]] = {}
     for path in paths:
         for record in read_records(path):

@@ -171,6 +171,11 @@ def test_answers_without_dense_are_refused(folder: Path, tmp_path: Path) -> None
         ("answer --requests {folder}/requests --seed 3 --method predictor", "method predictor needs --predictors"),
         ("export --tasks perplexity,tiny_choices", "--tasks perplexity: it needs no lm-eval; score it there"),
         ("export --tasks tiny_choices --limit 0", "--limit must be at least 1, got 0"),
+        (
+            "answer --requests {folder}/requests --seed 3 --tasks ,",
+            "--tasks ',': give some of tiny_choices, tiny_texts,",
+        ),
+        ("fold --answers", "--answers: give at least one file of answers"),
         ("fold --answers {folder}/nothing", "/nothing: no such file of result records"),
         ("fold --answers {tmp}/records.jsonl", "records.jsonl: holds accuracy, not answers (scripts.carried_tasks"),
     ],
