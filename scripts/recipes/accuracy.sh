@@ -8,7 +8,7 @@
 #               calibration of all other methods
 #   train       the predictors for these budgets, and at CURVE (0.22) one of uniform density, the low end of the curve
 #               against bytes read; beside them the budgets of the methods in BUDGETS
-#   perplexity  of the whole test text: dense, then every method at 0.7, 0.5 and 0.3, uniform and with its budget
+#   perplexity  of the whole test text: dense, then every method at DENSITIES (0.7 0.5 0.3), uniform and with its budget
 #   tasks       likewise
 # Records are in RUN_DIR/perplexity_METHOD.jsonl and accuracy_METHOD.jsonl; their label density_budget is `trained`, the
 # budget's file, or none (uniform). Jobs of a step run side by side, on GPUS (1) GPUs in turn.
@@ -28,7 +28,8 @@ if [ $# != 1 ]; then
     echo "error: give one checkpoint: bash scripts/recipes/accuracy.sh CHECKPOINT (--help says more)" >&2
     exit 2
 fi
-model=(--model "$1") run_dir="${RUN_DIR:-outputs/accuracy}" densities=(0.7 0.5 0.3) num_gpus="${GPUS:-1}"
+model=(--model "$1") run_dir="${RUN_DIR:-outputs/accuracy}" num_gpus="${GPUS:-1}"
+read -ra densities <<<"${DENSITIES:-0.7 0.5 0.3}"
 read -ra curve <<<"${CURVE-0.22}"
 read -ra methods <<<"${METHODS:-oracle cats teal static random teal-all wina-unrotated griffin}"
 read -ra budgets <<<"${BUDGETS-cats teal teal-all}"
