@@ -36,7 +36,7 @@ def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Pat
     assert done.returncode == 0 and done.stdout.startswith(f"-m scripts.{stage} --model outputs/smollm2/checkpoint ")
     assert done.stdout.endswith(" --seed 7 8\n") and done.stderr.endswith("--seed 7\\ 8\n")
     distributed = run_shell_stage(tmp_path, stage, "SmolLM2", NUM_GPUS="4")
-    assert distributed.stdout.startswith(f"-m torch.distributed.run --standalone --nproc-per-node 4 -m scripts.{stage}")
+    assert distributed.stdout.startswith(f"-m pipeline_parallel.torchrun --standalone --nproc-per-node 4 -m scripts.{stage}")
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -146,7 +146,7 @@ def test_an_interrupted_sweep_keeps_its_records_and_goes_on(checkout: Path) -> N
 
 def test_ranks_share_the_evaluation_and_one_process_reports(checkout: Path) -> None:
     _, (evaluate, summarize) = sweep(checkout, NUM_GPUS="4")
-    assert evaluate.startswith("-m torch.distributed.run --standalone --nproc-per-node 4 -m scripts.evaluate")
+    assert evaluate.startswith("-m pipeline_parallel.torchrun --standalone --nproc-per-node 4 -m scripts.evaluate")
     assert summarize.startswith("-m scripts.summarize")
 
 
