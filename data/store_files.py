@@ -26,6 +26,8 @@ FULL_DISK = "free space there, then continue with --resume"
 # What is hashed of a file whenever it is opened: so many blocks, evenly spaced, the first and the last among them; of
 # a store that is not complete the first alone, since it is hashed at each flush, and only the first never moves.
 SAMPLED_BLOCKS, BLOCK_BYTES = 8, 4096
+# Of a smaller store all is hashed whenever it is opened, which takes less than a second.
+SMALL_BYTES = 2**28
 HASHED_TOGETHER = min(8, os.cpu_count() or 1)
 
 
@@ -195,13 +197,15 @@ def check_contents(directory: Path, manifest: StoreManifest, *, verify: bool) ->
     """ValueError names the files whose rows are not those that were collected (older stores have no sums)."""
     found = samples_of(directory, manifest) if manifest.samples else {}
     changed, flags = [name for name in found if found[name] != manifest.samples[name]], "--resume"
-    if verify and not changed:
-        if not manifest.sums:
-            logger.warning(
-                f"{directory}: --verify found no sums to compare its files with (an older store, or one that is not "
-                "complete, has none)"
-            )
+    if not changed and manifest.layout.estimate_bytes(manifest.num_rows) <= SMALL_BYTES:
+        changed = changed_files(directory, manifest.sums)
+    elif verify and not changed:
         changed, flags = changed_files(directory, manifest.sums), "--resume --verify"
+    if verify and not manifest.sums:
+        logger.warning(
+            f"{directory}: --verify found no sums to compare its files with (an older store, or one that is not "
+            "complete, has none)"
+        )
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise ValueError(

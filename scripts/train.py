@@ -13,7 +13,7 @@ from loguru import logger
 from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
-from data.files import only_writer, replace_file
+from data.files import check_sums, only_writer, replace_file
 from data.store_layout import SPLITS
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
@@ -35,6 +35,7 @@ from sparse_predictor.store import (
     save_predictors,
     weights_sample,
 )
+from sparse_predictor.tensor_files import AGAIN
 from sparse_predictor.thresholds import calibrate_in_runs, calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores
 from sparse_predictor.training_data import TrainingRows, describe_store
@@ -251,6 +252,7 @@ def are_whole(directory: Path, model: Decoder) -> bool:
     try:
         _, manifest = load_predictors(directory, model)
         load_calibration(directory, manifest.sums)
+        check_sums(directory, manifest.sums, AGAIN)
     except (ValueError, FileNotFoundError) as problem:
         logger.warning(f"{problem}: training again")
         return False

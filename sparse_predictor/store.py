@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from data.activation_store import ActivationStore
 from data.differences import differences
-from data.files import convert_json, holder_of, read_json, write_json
+from data.files import convert_json, holder_of, read_json, sha256_of, write_json
 from modules.decoder import Decoder
 from modules.sparsity import Block, Reduce
 from sparse_predictor.calibration import LayerCalibration, save_calibration
@@ -37,7 +37,7 @@ Width = Annotated[int, Meta(ge=0, le=2**20)]
 
 
 class PredictorManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a predictor directory is for, and how it came to be. `sums`: sha256 of each file of tensors."""
+    """What a predictor directory is for, and how it came to be. `sums`: sha256 of each other file."""
 
     model_id: str
     config_hash: str
@@ -88,6 +88,7 @@ def save_predictors(
         sums[path.name] = write_tensors(path, predictor.state_dict(), {"of": f"layer {layer} {block}"})
     sums |= save_calibration(directory, calibration)
     write_json(directory / "metrics.json", metrics, sort_keys=True)
+    sums["metrics.json"] = sha256_of(directory / "metrics.json")
     record = msgspec.to_builtins(msgspec.structs.replace(manifest, sums=sums))
     write_json(directory / "manifest.json", record, sort_keys=True)
     for left in (*directory.glob("training_*.pt*"), *directory.glob("*.tmp")):  # .tmp: by runs that were killed

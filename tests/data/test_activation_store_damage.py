@@ -110,14 +110,24 @@ def test_damage_is_named_and_repaired_by_a_resume(
     ActivationStore(tmp_path / "damaged", verify=True)
 
 
-def test_a_change_between_the_sampled_blocks_is_found_by_verify_and_repaired(
-    tmp_path: Path, make_layout: Layout, make_document: MakeDocument
+def test_a_change_between_the_sampled_blocks_is_found_in_a_small_store_and_by_verify_in_a_large_one(
+    tmp_path: Path, make_layout: Layout, make_document: MakeDocument, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, lengths = make_layout(layers=(0,)), (2 * SAMPLED_BLOCKS * BLOCK_BYTES // 10, 3)
     collect(tmp_path, layout, make_document, lengths=lengths)
-    rows = np.memmap(tmp_path / "att_x_0.mmap", np.uint8, "r+")
-    rows[BLOCK_BYTES + 100] ^= 1
-    rows.flush()
+
+    def change() -> None:
+        rows = np.memmap(tmp_path / "att_x_0.mmap", np.uint8, "r+")
+        rows[BLOCK_BYTES + 100] ^= 1
+        rows.flush()
+
+    change()
+    with pytest.raises(ValueError, match=r"att_x_0.mmap: not as collected .* collect again with --resume$"):
+        ActivationStore(tmp_path)
+    assert collect(tmp_path, layout, make_document, lengths=lengths, resume=True) == ["0", "1"]
+    ActivationStore(tmp_path)
+    monkeypatch.setattr("data.store_files.SMALL_BYTES", 0)
+    change()
     ActivationStore(tmp_path)
     with pytest.raises(ValueError, match=r"att_x_0.mmap: not as collected .* collect again with --resume --verify"):
         ActivationStore(tmp_path, verify=True)
