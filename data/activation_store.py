@@ -242,9 +242,10 @@ class ActivationStore:
 
     FileNotFoundError or ValueError names the file that is missing, truncated, not as it was written (`verify` reads all
     of it to find out; otherwise a few blocks are read, or all if the store is small), or of an unknown format version;
-    BlockingIOError names the process that is still writing the store. A store whose collection was interrupted (`manifest.complete` is False) is read up
-    to its last flush. A store in shards reads as the one that a single process would have written: its arrays are then
-    joined as rows are taken from them (`JoinedArray`), where otherwise they are maps of the files.
+    BlockingIOError names the process that is still writing the store. A store whose collection was interrupted
+    (`manifest.complete` is False) is read up to its last flush. A store in shards reads as the one that a single
+    process would have written: its arrays are then joined as rows are taken from them (`JoinedArray`), where otherwise
+    they are maps of the files.
     """
 
     def __init__(self, directory: str | Path, *, verify: bool = False) -> None:
