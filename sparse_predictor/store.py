@@ -88,7 +88,7 @@ def save_predictors(
         sums[path.name] = write_tensors(path, predictor.state_dict(), {"of": f"layer {layer} {block}"})
     sums |= save_calibration(directory, calibration)
     write_json(directory / "metrics.json", metrics, sort_keys=True)
-    sums["metrics.json"] = sha256_of(directory / "metrics.json")
+    sums |= {path.name: sha256_of(path) for path in sorted(directory.glob("metrics.*")) if path.suffix != ".tmp"}
     record = msgspec.to_builtins(msgspec.structs.replace(manifest, sums=sums))
     write_json(directory / "manifest.json", record, sort_keys=True)
     for left in (*directory.glob("training_*.pt*"), *directory.glob("*.tmp")):  # .tmp: by runs that were killed
