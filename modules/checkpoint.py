@@ -26,6 +26,7 @@ from modules.checkpoint_files import (
     check_finite,
     check_part,
     check_tied,
+    is_converted,
     open_source,
 )
 from modules.checkpoint_keys import EMBEDDINGS, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
@@ -42,7 +43,13 @@ def load_config(source_dir: str | Path) -> ModelConfig:
     """The model configuration of a converted or Hugging Face folder (its `config.json`); ValueError if it is not the
     one that a converted folder was written with."""
     path = Path(source_dir) / CONFIG_FILE
-    config = parse_config(read_hf_config(source_dir), path)
+    try:
+        config = parse_config(read_hf_config(source_dir), path)
+    except (ValueError, FileNotFoundError) as error:
+        if not is_converted(path.parent):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{error}; convert the model again") from error
     manifest = read_manifest(path.parent)
     if manifest is not None and manifest.config_hash != config.config_hash():
         raise ValueError(

@@ -172,7 +172,7 @@ def damaged(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, 
     outcome = run(command + (" --verify" if verifies else ""), folder, LIMIT_S)
     did += f", read by {command.split()[0]}" + (" --verify" if verifies else "")
     verdict = outcome.verdict
-    names = [file.name, did.split()[2], *([artefact] if " removed" in did else ())]
+    names = [file.name, did.split()[2], *([artefact] if " removed" in did else ()), "density budget"]
     if verdict == "refused" and not any(name in outcome.error for name in names):
         verdict = "refused, file not named"
     elif verdict == "refused" and artefact in STAGE_OF:

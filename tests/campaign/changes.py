@@ -46,7 +46,8 @@ def damage(folder: Path, other: Path, draw: random.Random) -> tuple[str, Path, b
     files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else [folder]
     file = draw.choice(files)
     way = draw.choice((*WAYS, "another model's", *(["swapped"] if len(files) > 1 else [])))
-    holds_values = file.suffix in (".pt", ".bin", ".mmap", ".safetensors", ".jsonl")
+    # metrics.json and metrics.md are for people: nothing is computed from them.
+    holds_values = file.suffix in (".pt", ".bin", ".mmap", ".safetensors", ".jsonl") or file.stem == "metrics"
     if way == "swapped":
         partner = draw.choice([path for path in files if path != file])
         alike = [path for path in files if path != file and path.stat().st_size == file.stat().st_size]
@@ -61,7 +62,7 @@ def damage(folder: Path, other: Path, draw: random.Random) -> tuple[str, Path, b
             shutil.copyfile(source, file)
         return f"{file.name}: {way}", file, holds_values
     WAYS[way](file, draw)
-    return f"{file.name} {way}", file, holds_values and (file.suffix == ".jsonl" or way in IN_PLACE)
+    return f"{file.name} {way}", file, holds_values and (file.suffix in (".jsonl", ".md", ".json") or way in IN_PLACE)
 
 
 def _truncate(path: Path, draw: random.Random) -> None:

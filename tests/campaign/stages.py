@@ -78,17 +78,8 @@ PRODUCTS = {
 # What continues an interrupted run; the others are started again as they were.
 RESUME = {stage: " --resume" for stage in ("collect", "infer", "evaluate", "write", "answer", "fold")}
 # What a file says about its making, which no two runs share.
-OF_THE_RUN = {
-    "command_line",
-    "git_commit",
-    "environment",
-    "timing",
-    "provenance",
-    "seconds",
-    "created",
-    "verify",
-    "sums",
-}
+OF_THE_RUN = {"command_line", "git_commit", "environment", "timing", "provenance", "seconds", "created", "verify"}
+OF_THE_RUN |= {"sums", "samples"}
 
 
 @dataclass(frozen=True)

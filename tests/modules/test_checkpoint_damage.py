@@ -59,6 +59,10 @@ def edit_config(folder: Path) -> None:
     [
         (swap, r"pytorch_0\.pt: not the file that the manifest records: it is pytorch_1\.pt; make the model again"),
         (take_from_another, r"pytorch_1\.pt: not the file that the manifest records: it is of another checkpoint"),
+        (
+            lambda folder: (folder / "config.json").write_bytes(b"\0"),
+            r"config\.json: not JSON .*; convert the model again",
+        ),
         (edit_config, r"config\.json: changed since the checkpoint was written \(configuration .*put it back, or make"),
         (
             lambda folder: (folder / "merges.txt").write_text("b a"),
