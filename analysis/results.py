@@ -21,7 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from data.files import disk_errors
+from analysis.record_types import RecordTypes
+from data.files import convert_json, disk_errors
 
 Record = dict[str, Any]
 Label = str | int | float | bool | None
@@ -108,6 +109,7 @@ def validate_record(record: object) -> None:
             raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
     if not isinstance(record.get("answers", []), list):
         raise ValueError(f"'answers' must be a list, not {record['answers']!r}")
+    convert_json(record, RecordTypes, "the record")
 
 
 def _require_number(name: str, value: object) -> None:

@@ -117,6 +117,12 @@ def test_processes_may_append_to_one_file_at_once(tmp_path: Path) -> None:
         ({"sources": ["a"]}, "'sources' must be an object"),
         ({"answers": {}}, "'answers' must be a list"),
         ({"environment": None}, "'environment' must be an object"),
+        ({"labels": {"batch_size": "2"}}, "`labels.batch_size`: expected `int | null`, got `str`"),
+        ({"environment": {"commit": 1}}, "`environment.commit`: expected `str | null`, got `int`"),
+        ({"achieved": {"mlp_density": "x"}}, "`achieved.mlp_density`: expected `float | null`, got `str`"),
+        ({"quality": {"per_layer": {"mlp": 1}}}, "`quality.per_layer.*`: expected `object | null`, got `int`"),
+        ({"ratio_interval": [1]}, "`ratio_interval`: expected `array` of length >= 2"),
+        ({"windows": {"nll": [1.0]}}, "`windows`: object missing required field `tokens`"),
     ],
 )
 def test_an_invalid_record_is_refused_by_writer_and_reader(
