@@ -175,7 +175,7 @@ def read_records(*paths: str | os.PathLike[str]) -> list[Record]:
             raise FileNotFoundError(f"{path}: no such file of result records (scripts.evaluate --output writes one)")
         found = _records_of(path)
         if not found:
-            raise ValueError(f"{path}: holds no result records")
+            raise ValueError(f"{path}: holds no result records (scripts.evaluate --output writes them)")
         records += found
     return records
 

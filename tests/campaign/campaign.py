@@ -36,6 +36,7 @@ from analysis.results import environment_stamp  # noqa: E402
 from tests.campaign.changes import change_json, change_words, damage, flags_of  # noqa: E402
 from tests.campaign.stages import (  # noqa: E402
     COMMANDS,
+    MODELS,
     PRODUCTS,
     RESUME,
     Outcome,
@@ -77,13 +78,13 @@ JSON_ARTEFACTS = (*FOLDERS, *FOLDERS, *READERS, *STAGE_OF, "answers.jsonl.manife
 class Campaign:
     """The tiny models' artefacts, and the cases that are done."""
 
-    def __init__(self, output_dir: Path, seed: int) -> None:
+    def __init__(self, output_dir: Path, seed: int, kind: str) -> None:
         self.output_dir, self.seed, self.records = output_dir.resolve(), seed, output_dir.resolve() / "cases.jsonl"
         self.base, self.other, durations = (self.output_dir / name for name in ("base", "other", "seconds.json"))
         os.environ["HF_DATASETS_CACHE"] = str(self.output_dir / "cache")
         if not durations.exists():
-            seconds = build(self.base, seed=0)
-            build(self.other, seed=1)
+            seconds = build(self.base, MODELS[kind], seed=0)
+            build(self.other, MODELS[kind], seed=1)
             durations.write_text(json.dumps(seconds))
         self.seconds: dict[str, float] = json.loads(durations.read_text())
         lines = self.records.read_text().splitlines() if self.records.exists() else []
@@ -216,7 +217,7 @@ def repaired(campaign: Campaign, folder: Path, artefact: str, did: str, refusal:
             flag = ""
             for path in (folder / artefact, folder / f"{artefact}.manifest.json"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        elif "again" in outcome.error or "--resume" in outcome.error:
+        elif re.search("again|--resume|writes", outcome.error):
             flag = RESUME.get(stage, "")
         else:
             return record_of(refusal, "refused without advice", did, tried=tried, last_error=outcome.error)
@@ -294,6 +295,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=tuple(CASES), help="all by default")
+    parser.add_argument("--model", choices=tuple(MODELS), default="llama", help="of a new output directory")
     parser.add_argument("--count", type=int, help=f"cases of each kind; by default {COUNTS}")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     options = parser.parse_args()
@@ -302,7 +304,7 @@ def main() -> None:
         importlib.import_module(module)
     tqdm.set_lock(threading.RLock())  # its own is shared by forks: who is killed while holding it would stop all others
     gc.freeze()
-    campaign = Campaign(options.output_dir, options.seed)
+    campaign = Campaign(options.output_dir, options.seed, options.model)
     for kind in (options.kind,) if options.kind else CASES:
         for number in range(options.first, options.first + (options.count or COUNTS[kind])):
             campaign.case(kind, number)

@@ -30,12 +30,13 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pipeline_parallel.all_reduce_choice import CONFIGS_DIR
-from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_kinds import LLAMA, OPT
 from tests.modules.tiny_models import save_hf_folder
 from tests.scripts.tiny_tasks import model_folder, task_folder
 
 TRACEBACK = "Traceback (most recent call last)"
 MEMORY_BYTES = 3 << 30  # on top of what the imports have mapped
+MODELS = {"llama": LLAMA, "opt": OPT}
 SPARSE = "--predictors predictors --mlp-density 0.5"
 
 # Every stage's command, in an order in which each finds what it reads; `{out}` is what it writes.
@@ -184,13 +185,13 @@ def _run_module(words: list[str], folder: Path, log: Path) -> int:
     return code
 
 
-def build(folder: Path, seed: int) -> dict[str, float]:
+def build(folder: Path, config: dict[str, Any], seed: int) -> dict[str, float]:
     """Make a tiny model and everything that the stages make of it, in `folder`; seconds of every stage."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model_folder(folder / "hf", context=128)
     (folder / "hf/model.safetensors").unlink()
-    config = LLAMA | {"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1}
+    config = config | {"max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1}
     save_hf_folder(folder / "hf", config, seed, max_shard_size="60KB")
     settings = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "bos_token_id": 0, "eos_token_id": 1}
     (folder / "hf/generation_config.json").write_text(json.dumps(settings))
