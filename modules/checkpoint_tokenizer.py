@@ -64,7 +64,9 @@ def open_tokenizer(directory: Path) -> Any | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        tokenizer("text")  # some settings are looked at only now
+        return tokenizer
     except Exception as error:  # tokenizers and transformers raise what they stumble over: KeyError, plain Exception
         raise ValueError(f"{main}: the tokenizer cannot be opened ({type(error).__name__}: {_line(error)})") from error
 

@@ -24,7 +24,7 @@ import msgspec
 from loguru import logger
 
 from analysis.results import Record, make_record, read_records
-from data.files import parse_json, replace_file
+from data.files import convert_json, parse_json, replace_file
 from modules.checkpoint import build_on_meta, load_config
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
@@ -116,6 +116,21 @@ class _Requests(msgspec.Struct, kw_only=True):
     asked: list[Asked]
 
 
+class _Replayed(AskedOf):
+    """`asked`: a digest of each call."""
+
+    asked: list[str]
+
+
+class _AnswersRecord(msgspec.Struct, kw_only=True):
+    """What folding reads of a record named `answers`: a text, or a log-probability and whether it is greedy's, each."""
+
+    run: _Replayed
+    sources: dict[str, str | None]
+    achieved: dict[str, Any]
+    answers: list[list[str | tuple[float, bool]]]
+
+
 class Listener(Answerer):
     """Writes down what it is asked, and makes answers up."""
 
@@ -144,7 +159,7 @@ class Replay(Answerer):
     def answer(self, call: Call) -> list[Any]:
         """ValueError if something else was asked there."""
         digest, answers = self._left.pop(0) if self._left else ("", [])
-        if digest != call.digest:
+        if digest != call.digest or len(answers) != len(call):
             raise ValueError(
                 f"{self.task} asks something else here than what was answered ({call.title}): another tokenizer or "
                 "context (--model), other task files or data, or another version of lm-eval or of this program; export "
@@ -285,14 +300,10 @@ def _groups(paths: Sequence[Path]) -> list[list[Record]]:
                 raise ValueError(
                     f"{path}: holds {record['name']}, not answers (scripts.carried_tasks answer writes them)"
                 )
-            lacking = [key for key in ("run", "sources", "achieved", "answers") if not record.get(key)]
-            lacking += [
-                f"run.{key}"
-                for key in ("task", "num_fewshot", "limit", "asked")
-                if key not in (record.get("run") or {})
-            ]
-            if lacking:
-                raise ValueError(f"{path}: a record of answers lacks {', '.join(lacking)}; answer again")
+            try:
+                convert_json(record, _AnswersRecord, path)
+            except ValueError as error:
+                raise ValueError(f"{error}; answer again") from error
             shared = {label: value for label, value in record["labels"].items() if label not in OF_THE_SELECTION}
             asked = {key: value for key, value in record["run"].items() if key != "asked"}
             group = groups.setdefault(repr((shared, asked, record["sources"]["checkpoint"])), {})

@@ -214,6 +214,10 @@ def only_sentencepiece(source: Path) -> None:
             lambda source: (source / "tokenizer_config.json").write_text('{"eos_token": 5}'),
             "cannot be opened (TypeError",
         ),
+        (
+            lambda source: (source / "tokenizer_config.json").write_text('{"model_max_length": [5]}'),
+            "cannot be opened (TypeError",
+        ),
         (lambda source: (source / "special_tokens_map.json").write_text("[" * 5000), "special_tokens_map.json: "),
         (only_sentencepiece, "tokenizer.model: needs the package sentencepiece (pip install sentencepiece protobuf)"),
     ],

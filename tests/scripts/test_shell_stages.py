@@ -36,7 +36,9 @@ def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Pat
     assert done.returncode == 0 and done.stdout.startswith(f"-m scripts.{stage} --model outputs/smollm2/checkpoint ")
     assert done.stdout.endswith(" --seed 7 8\n") and done.stderr.endswith("--seed 7\\ 8\n")
     distributed = run_shell_stage(tmp_path, stage, "SmolLM2", NUM_GPUS="4")
-    assert distributed.stdout.startswith(f"-m pipeline_parallel.torchrun --standalone --nproc-per-node 4 -m scripts.{stage}")
+    assert distributed.stdout.startswith(
+        f"-m pipeline_parallel.torchrun --standalone --nproc-per-node 4 -m scripts.{stage}"
+    )
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
