@@ -118,6 +118,8 @@ class _BudgetFile(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_budget(path: Path) -> DensityBudget:
     """A budget file; FileNotFoundError, or ValueError if it is not one."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file; scripts.budget writes one")
     try:
         found = read_json(path, _BudgetFile)
     except ValueError as problem:

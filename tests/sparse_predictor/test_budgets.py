@@ -157,6 +157,11 @@ def test_predictors_that_changed_since_their_budget_are_named_not_the_budget(tra
         attach_selection(tiny_decoder(KINDS["llama"]), chosen)
 
 
+def test_a_missing_budget_names_what_writes_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.json: no such file; scripts\.budget writes one"):
+        read_budget(tmp_path / "none.json")
+
+
 def test_thresholds_of_a_budget_are_used_by_its_method_with_its_predictors_only(
     trained: Trained, tmp_path: Path
 ) -> None:
