@@ -21,7 +21,7 @@ tables all smollm2_wikitext2 smollm2_tasks_h200 decode_h200 kernels_h200 engine_
 tables bytes smollm2_wikitext2 smollm2_wikitext2_equal_bytes -- --tables equal_bytes
 
 plot() { cp "$scratch/$1.png" "$results/$2.png"; }
-plot bytes/smollm2_135m_instruct_perplexity_wikitext_2_raw_test_perplexity_against_mlp_bytes_read perplexity_against_bytes
+plot bytes/smollm2_135m_instruct_q4_1_perplexity_wikitext_2_raw_test_perplexity_against_mlp_bytes_read perplexity_against_bytes
 plot all/smollm2_135m_instruct_drift_cosine_between_layers drift_cosine
 plot all/smollm2_135m_instruct_drift_what_distance_costs drift_distance
 plot all/smollm2_135m_instruct_drift_recall_against_rank_and_text drift_rank_and_text
