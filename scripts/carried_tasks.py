@@ -122,12 +122,46 @@ class _Replayed(AskedOf):
     asked: list[str]
 
 
+class _Labels(msgspec.Struct, kw_only=True):
+    """What answers are sorted by."""
+
+    model: str
+    task: str
+    method: str
+    phase: str
+    dtype: str
+    seed: int
+    batch_size: int
+    mlp_density: float
+    head_density: float
+
+
+class _Sources(msgspec.Struct, kw_only=True):
+    """What the answers were given with."""
+
+    checkpoint: str
+
+
+class _Executions(msgspec.Struct, kw_only=True):
+    """Calls by how they were computed."""
+
+    mask: int
+    gather: int
+
+
+class _Achieved(msgspec.Struct, kw_only=True):
+    """What the run that answered did."""
+
+    executions: _Executions
+
+
 class _AnswersRecord(msgspec.Struct, kw_only=True):
     """What folding reads of a record named `answers`: a text, or a log-probability and whether it is greedy's, each."""
 
+    labels: _Labels
     run: _Replayed
-    sources: dict[str, str | None]
-    achieved: dict[str, Any]
+    sources: _Sources
+    achieved: _Achieved
     answers: list[list[str | tuple[float, bool]]]
 
 

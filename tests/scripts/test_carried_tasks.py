@@ -133,10 +133,10 @@ def test_answers_to_something_else_are_refused(folder: Path, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="no such task.*; if export was given --include-path, give it to fold, too"):
         fold(folder, tmp_path / "r.jsonl", folder / "answers.jsonl", include_path=None)
     answers = (folder / "answers.jsonl").read_text().splitlines()
-    bad = {"run": None, "sources": None, "answers": [1], "achieved": None}
+    bad = {"run": None, "sources": None, "answers": [1], "achieved": None, "labels": {"task": "t"}}
     for key, value in bad.items():
         (tmp_path / "lacking.jsonl").write_text(json.dumps({**json.loads(answers[0]), key: value}))
-        with pytest.raises(ValueError, match=rf"lacking.jsonl: `{key}(\[0\])?`: expected .*; answer again"):
+        with pytest.raises(ValueError, match=rf"lacking.jsonl: `{key}(\[0\])?`: .*; answer again"):
             fold(folder, tmp_path / "r.jsonl", tmp_path / "lacking.jsonl")
     model_folder(tmp_path / "model", context=20)  # prompts are cut
     with pytest.raises(ValueError, match=message):
