@@ -259,8 +259,9 @@ def _told(name: str, setting: Any) -> str:
     """In a few words, what a label says."""
     if name == "standin_rank":
         return f"stand-in rank {setting}" if setting else "no stand-in"
-    words = {"density_budget": "budget", "lookahead": "look-ahead"}
-    return f"{words.get(name, name.replace('_', ' '))} {setting}"
+    if name == "density_budget":
+        return f"budget {str(setting).removeprefix('budget_')}"  # budget_cats_0.5, as recipes name their files
+    return f"{'look-ahead' if name == 'lookahead' else name.replace('_', ' ')} {setting}"
 
 
 def _differing(group: Sequence[Record]) -> list[str]:

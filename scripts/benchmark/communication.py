@@ -1,6 +1,6 @@
 """Microseconds of all-reduce + residual add + RMSNorm, beside NCCL's and torch's all-reduce with a fused add + norm.
 
-    torchrun --nproc-per-node 2 -m scripts.benchmark.communication --output analysis/results/communication_h200.jsonl
+    python -m pipeline_parallel.torchrun --nproc-per-node 2 -m scripts.benchmark.communication --output results.jsonl
 
 One process per GPU. Every time is one call's among several in a CUDA graph, the maximum over ranks; all methods run on
 the same numbers in the same call, after each was compared with the equation in float32 and between ranks. Bytes are
