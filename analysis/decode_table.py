@@ -112,9 +112,14 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
         beside: dict[str, list[Record]] = {}
         for call in calls:
             beside.setdefault((call.get("baseline") or {}).get("name", ""), []).append(call)
-        timed = list({json.dumps([call["value"], call.get("timing")]): call for call in calls}.values())
+        timed = list({json.dumps([call["value"], _own_timing(call)]): call for call in calls}.values())
         rows.append(Row(merge_calls(timed), {name: merge_calls(theirs) for name, theirs in beside.items() if name}))
     return rows
+
+
+def _own_timing(call: Record) -> dict[str, Any]:
+    """What a call says of the timing itself, whatever stands beside it."""
+    return {name: value for name, value in (call.get("timing") or {}).items() if name != "baseline_samples"}
 
 
 def _method(row: Row) -> str:

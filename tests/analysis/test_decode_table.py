@@ -95,8 +95,12 @@ def test_each_card_has_a_table_of_its_own() -> None:
 
 def test_calls_on_one_card_are_merged_into_medians_and_ranges() -> None:
     """A call is recorded once for each baseline, and counts once; ratios are of the calls that had that baseline."""
+    newest, samples = {"date": "2026-02-03"}, [380.0, 410.0, 412.0]
     measured = [
-        record(410.0, ("our dense", 205.0), {"timing": {"samples": [380.0, 410.0, 412.0]}}, {"date": "2026-02-03"}),
+        record(410.0, ("our dense", 205.0), {"timing": {"samples": samples, "baseline_samples": [205.0]}}, newest),
+        record(
+            410.0, ("Hugging Face eager", 41.0), {"timing": {"samples": samples, "baseline_samples": [41.0]}}, newest
+        ),
         record(400.0, ("our dense", 100.0)),
         record(400.0, ("Hugging Face compiled", 100.0)),
         record(390.0, ("our dense", 100.0)),
