@@ -85,19 +85,19 @@ def main(options: Options) -> None:
 
 def convert(options: Options) -> None:
     """As `main`, by the one who holds the output."""
-    recover(Path(os.path.abspath(options.output_dir)))
+    recover(Path(os.path.realpath(options.output_dir)))
     path = Path(options.source)
     existing = existing_manifest(options.output_dir, overwrite=options.overwrite)
-    damaged = damaged_files(options.output_dir, existing) if existing is not None else []
-    asked = {"source": options.source, "requested_dtype": options.dtype}
-    if not path.exists() and is_same(existing, asked) and not damaged:  # a hub id: no network needed
-        print(f"{options.output_dir}: already converted from {options.source}")
-        return
     if not path.exists():
+        asked = {"source": options.source, "requested_dtype": options.dtype}
+        if existing is not None and is_same(existing, asked) and not damaged_files(options.output_dir, existing):
+            print(f"{options.output_dir}: already converted from {options.source}")  # a hub id: no network needed
+            return
         path = fetch(options.source)
     identity = {"source_fingerprint": fingerprint(path), "requested_dtype": options.dtype}
     kept, dtype = {}, DTYPES.get(options.dtype)
     if existing is not None and is_same(existing, identity):
+        damaged = damaged_files(options.output_dir, existing)
         if not damaged:
             print(f"{options.output_dir}: already converted from {options.source}")
             return
@@ -155,9 +155,9 @@ def damaged_files(output_dir: Path, manifest: Manifest) -> list[str]:
     return unknown + changed_files(output_dir, sums) + extra
 
 
-def is_same(manifest: Manifest | None, identity: dict[str, str]) -> bool:
+def is_same(manifest: Manifest, identity: dict[str, str]) -> bool:
     """Whether a manifest is that of the conversion that was asked for."""
-    return manifest is not None and all(getattr(manifest, key) == value for key, value in identity.items())
+    return all(getattr(manifest, key) == value for key, value in identity.items())
 
 
 def fingerprint(path: Path, block: int = 1 << 16, num_blocks: int = 16) -> str:

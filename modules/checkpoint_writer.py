@@ -61,7 +61,7 @@ class CheckpointWriter:
         manifest: Mapping[str, Any] | None = None,
         kept: Mapping[str, PartRecord] | None = None,
     ) -> None:
-        self.output_dir = Path(os.path.abspath(output_dir))
+        self.output_dir = Path(os.path.realpath(output_dir))  # what a link points at is replaced, never the link
         self.partial_dir = _partial(self.output_dir)
         self.hf_config = dict(hf_config)
         self.config = parse_config(hf_config, self.output_dir / CONFIG_FILE)

@@ -119,6 +119,14 @@ def test_overwrite_replaces_whatever_checkpoint_is_there(source: Path, tmp_path:
     verify_checkpoint(out)
 
 
+def test_a_checkpoint_of_another_request_is_refused_before_its_files_are_read(
+    source: Path, convert: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source)
+    monkeypatch.setattr("convert_llama_checkpoint.changed_files", lambda *arguments: pytest.fail("all files are read"))
+    assert "pass --overwrite to replace it" in convert(source, "--dtype", "bfloat16")
+
+
 def test_only_one_process_converts_into_a_folder(source: Path, tmp_path: Path, convert: Convert) -> None:
     with only_writer(tmp_path / "out"):
         error = convert(source)

@@ -46,3 +46,12 @@ def test_a_writer_that_is_given_too_little_does_not_finish(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="parts not written: embs, 0, 1, 2, lm_head"):
         CheckpointWriter(tmp_path / "out", LLAMA, model_id="tiny").__enter__().__exit__(None, None, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_stays_and_what_it_points_at_is_replaced(converted: Path) -> None:
+    link = converted.with_name("link")
+    link.symlink_to(converted)
+    for seed in (5, 6):
+        write_checkpoint(link, LLAMA, tiny_hf_model(LLAMA, seed=seed).state_dict(), model_id="linked")
+    assert link.is_symlink() and sorted(path.name for path in link.parent.iterdir()) == ["converted", "link"]
+    assert same_weights(load_model(converted), tiny_decoder(LLAMA, seed=6))
