@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from loguru import logger
 
 from data.files import read_json, write_json
@@ -54,7 +55,7 @@ def open_tokenizer(directory: Path) -> Any | None:
     for path in (directory / name for name in TOKENIZER_FILES if (directory / name).is_file()):
         refuse_pointer(path)
         if path.suffix == ".json":
-            read_json(path, dict)
+            read_json(path, dict[str, msgspec.Raw])  # values unread: a vocabulary takes a second
     readers = ("sentencepiece", "tiktoken")
     if main.name == "tokenizer.model" and not any(importlib.util.find_spec(name) for name in readers):
         raise ValueError(
