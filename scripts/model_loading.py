@@ -219,8 +219,9 @@ class LoadedModel:
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        """What of generation_config.json is to be followed, for who does: logs it on first use."""
-        self._generation_defaults.tell()
+        """What of generation_config.json is to be followed, for who does: the first rank logs it on first use."""
+        if self.mesh.rank == 0:
+            self._generation_defaults.tell()
         return self._generation_defaults
 
     def self_writer(
