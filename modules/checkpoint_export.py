@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from data.files import only_writer
+from data.files import disk_errors, only_writer
 from modules.checkpoint_config import to_hf_config
 from modules.checkpoint_keys import hf_name, tensor_locations
 from modules.checkpoint_writer import CheckpointWriter
@@ -59,6 +59,7 @@ def write_model(
     )
     with only_writer(output_dir), writer:
         for path in other_files:
-            shutil.copyfile(path, writer.partial_dir / path.name)
+            with disk_errors(writer.partial_dir / path.name):
+                shutil.copyfile(path, writer.partial_dir / path.name)
         for _ in writer.write_parts(DecoderTensors(model)):
             pass
