@@ -1,4 +1,4 @@
-"""Convert a Llama or OPT checkpoint into the one-file-a-layer layout of `modules/checkpoint.py`.
+"""Convert a Llama or OPT checkpoint into the one-file-per-layer layout of `modules/checkpoint.py`.
 
     python convert_llama_checkpoint.py --source HUB_ID_OR_DIR_OR_GGUF --output-dir D [--dtype bfloat16]
 

@@ -57,7 +57,7 @@ def part_file(part: str) -> str:
 
 
 def is_converted(directory: Path) -> bool:
-    """Whether a folder is in the one-file-a-layer layout (ours, or the DejaVu tooling's, which has no manifest)."""
+    """Whether a folder is in the one-file-per-layer layout (ours, or the DejaVu tooling's, which has no manifest)."""
     return (directory / part_file("embs")).exists() or (directory / MANIFEST_FILE).exists()
 
 
@@ -84,7 +84,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 class PartFiles:
-    """A converted folder: one file a part."""
+    """A converted folder: one file per part."""
 
     def __init__(self, directory: Path, shapes: Shapes) -> None:
         self.directory = directory

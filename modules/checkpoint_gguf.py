@@ -1,4 +1,4 @@
-"""Reading a Llama from a GGUF file: dequantised a tensor at a time, under Hugging Face's names and head layout.
+"""Reading a Llama from a GGUF file: dequantised tensor by tensor, under Hugging Face's names and head layout.
 
 GGUF (ggml-org/ggml docs/gguf.md) keeps the pairs of a rotary dimension interleaved, where Hugging Face keeps them
 in halves, so query and key projections are reordered. What cannot be carried over is refused.

@@ -18,7 +18,7 @@ HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(model\.)?decoder\.version")
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A tensor on disk: its part (one file a part), its key there, and whether the decoder holds the transpose."""
+    """A tensor on disk: its part (one file per part), its key there, and whether the decoder holds the transpose."""
 
     part: str
     key: str

@@ -158,7 +158,7 @@ class FusedDecode:
         self.model, self.num_rows, self.rotary = model, num_rows, rotary
         num_blocks, hidden_size = len(model.half_blocks), model.config.hidden_size
         num_sums, num_counters = num_blocks * num_rows * hidden_size, num_blocks * (1 + num_rows)
-        zeros = torch.zeros(num_sums + num_counters, device=model.device)  # one fill a step
+        zeros = torch.zeros(num_sums + num_counters, device=model.device)  # one fill per step
         self._sums = zeros[:num_sums].view(num_blocks, num_rows, hidden_size)
         self._counters = zeros[num_sums:].view(torch.int32).view(num_blocks, 1 + num_rows)
         self._sources: dict[tuple[Block, int], DeferredNorm] = {}  # inputs that later layers look back at
@@ -175,7 +175,7 @@ class FusedDecode:
 
     def thinned_sums(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Zeros for a layer that drops small inputs: float32 [M, F] for the gate's and the up projection's sums (M 1
-        without a gate), int32 [M + 1] for the entries that each of its matrices keeps of its input. One fill a step."""
+        without a gate), int32 [M + 1] for the entries that each of its matrices keeps of its input. One fill per step."""
         config = self.model.config
         num_layers, num_matrices, width = config.num_hidden_layers, 1 + config.gated_mlp, config.intermediate_size
         if self._thinned is None:

@@ -47,7 +47,7 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache) ->
 
 
 def decode_one_token(model: Decoder, token_ids: Tensor, cache: KVCache) -> Tensor:
-    """Append one token a row [B] and return the logits [B, V] of the next."""
+    """Append one token per row [B] and return the logits [B, V] of the next."""
     return model.logits(model(token_ids[:, None], cache=cache, phase="decode")[:, 0])
 
 

@@ -34,7 +34,7 @@ class RankWatch:
     """Watches over all ranks from within one of them; starts with the object, ends with `leave` or the process.
 
     store: a connection of its own to the store that all ranks share; nobody else uses it.
-    store_owner: who dies with the store, in words. is_spokesman: print that; one rank a host.
+    store_owner: who dies with the store, in words. is_spokesman: print that; one rank per host.
     patience_s: how long a rank may show no heartbeat. A phase that holds the interpreter's lock (one long call
         of an extension that does not release it) stops the heartbeat, so this must be longer than any of those.
     join_timeout_s: how long a rank may take to show its first one.

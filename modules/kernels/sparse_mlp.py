@@ -1,4 +1,4 @@
-"""MLP over the active neurons only, of one token a row, in one kernel.
+"""MLP over the active neurons only, of one token per row, in one kernel.
 
     out[r] = sum over j in active(r) of a_j(r) * down[j]  +  sum over i of
              (standin_in[i] . x[r]) * standin_out[i] + bias

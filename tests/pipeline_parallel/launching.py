@@ -63,7 +63,7 @@ def start_ranks(
     *,
     forked: bool = False,
 ) -> list[Started]:
-    """`python ARGUMENTS...` (e.g. ["-m", "scripts.infer", ...]) once a rank, each with torchrun's variables but
+    """`python ARGUMENTS...` (e.g. ["-m", "scripts.infer", ...]) once per rank, each with torchrun's variables but
     without its agent, which would end the others when one ends.
 
     `forked`: from one process that has imported what stages import, which is most of what a start takes. These have the

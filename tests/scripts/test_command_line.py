@@ -118,7 +118,7 @@ def test_a_stage_that_does_not_share_its_work_refuses_several_ranks(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     seen: list[StageOptions] = []
-    for local_rank in ("0", "3"):  # said once a host, not once a rank
+    for local_rank in ("0", "3"):  # said once per host, not once per rank
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit) as stopped:
             run_stage(seen.append, StageOptions, [])
@@ -129,7 +129,7 @@ def test_a_stage_that_does_not_share_its_work_refuses_several_ranks(
     assert seen == []
 
 
-def test_a_bad_flag_is_said_once_a_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_flag_is_said_once_per_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     for flags in (["--mlp-densty", "0.5"], ["--help"]):
         with pytest.raises(SystemExit):

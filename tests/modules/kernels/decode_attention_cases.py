@@ -1,4 +1,4 @@
-"""Inputs for attention of one token a row and its equation in float64, for the reference and the kernel."""
+"""Inputs for attention of one token per row and its equation in float64, for the reference and the kernel."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention of one token a row: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
+"""Attention of one token per row: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
 import re
 from pathlib import Path
