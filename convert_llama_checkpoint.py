@@ -25,7 +25,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from data.console import console
-from data.files import changed_files, disk_errors, only_writer, write_json
+from data.files import changed_files, disk_errors, only_writer, read_json, write_json
 from modules.checkpoint import load_config, read_hf_config
 from modules.checkpoint_files import (
     CONFIG_FILE,
@@ -224,6 +224,8 @@ def open_folder(directory: Path) -> Source:
         tokenizer = open_tokenizer(directory)
         if tokenizer is not None:
             check_tokenizer(tokenizer, config.vocab_size, directory)
+        if (directory / GENERATION_FILE).is_file():
+            read_json(directory / GENERATION_FILE, dict)
         for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (directory / name).is_file():
                 with disk_errors(target / name):

@@ -207,6 +207,10 @@ def only_sentencepiece(source: Path) -> None:
         ),
         (lambda source: (source / "tokenizer.json").write_text('{"version":'), "tokenizer.json: not JSON"),
         (
+            lambda source: (source / "generation_config.json").write_text("[]"),
+            "generation_config.json: expected `object`",
+        ),
+        (
             lambda source: (source / "tokenizer_config.json").write_text("[]"),
             "tokenizer_config.json: expected `object`",
         ),
@@ -222,7 +226,7 @@ def only_sentencepiece(source: Path) -> None:
         (only_sentencepiece, "tokenizer.model: needs the package sentencepiece (pip install sentencepiece protobuf)"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_opened_is_told_at_conversion(
+def test_a_tokenizer_or_settings_that_cannot_be_read_are_told_at_conversion(
     damage: Callable[[Path], object],
     message: str,
     source: Path,

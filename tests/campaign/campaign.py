@@ -218,7 +218,7 @@ def repaired(campaign: Campaign, folder: Path, artefact: str, did: str, refusal:
             flag = ""
             for path in (folder / artefact, folder / f"{artefact}.manifest.json"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        elif re.search("again|--resume|writes", outcome.error):
+        elif re.search("again|first|--resume|writes", outcome.error):
             flag = RESUME.get(stage, "")
         else:
             return record_of(refusal, "refused without advice", did, tried=tried, last_error=outcome.error)
