@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.comparison import calls_text, latest_records
-from analysis.formatting import EMPTY_CELL, Table, format_number, format_ratio, format_share
+from analysis.formatting import EMPTY_CELL, Table, format_number, format_range, format_ratio, format_share
 from analysis.results import Record
 
 NAME = "communication"
@@ -18,6 +18,7 @@ def communication_tables(records: Sequence[Record]) -> list[Table]:
     """One table of all sizes; ratios are the others' time over that of the method that is chosen there. Of a stress
     test there is nothing to show."""
     times: dict[tuple[object, ...], dict[str, float]] = {}
+    ranges: dict[tuple[object, ...], dict[str, list[float] | None]] = {}
     records = latest_records(records)
     chosen: dict[tuple[object, ...], Record] = {}
     ours: list[str] = []
@@ -30,6 +31,7 @@ def communication_tables(records: Sequence[Record]) -> list[Table]:
             chosen[setting] = record
         else:
             times.setdefault(setting, {})[method] = record["value"]
+            ranges.setdefault(setting, {})[method] = record.get("range")
             ours += [] if method in ours else [method]
         if baseline is not None:
             times.setdefault(setting, {})[baseline["name"].removesuffix(SUFFIX)] = baseline["value"]
@@ -47,7 +49,10 @@ def communication_tables(records: Sequence[Record]) -> list[Table]:
                 f"{ranks}, {transport}",
                 str(hidden_size),
                 str(num_tokens),
-                *(format_number(found.get(method)) for method in (*ours, *others)),
+                *(
+                    format_range(found.get(method), ranges.get(setting, {}).get(method), format_number)
+                    for method in (*ours, *others)
+                ),
                 *(ratio_of(found.get(method), value) for method in others),
                 EMPTY_CELL if taken is None else format_share(taken.get("share_of_ceiling")),
             )

@@ -40,6 +40,13 @@ def test_a_size_is_a_line_with_the_ratios_of_what_is_chosen() -> None:
     assert many == ("2, p2p", "4096", "16", "4.0", "5.0", "8.0", "6.0", "2.000×", "1.500×", "25.0 %")
 
 
+def test_several_calls_are_a_median_with_its_range() -> None:
+    values = (4.0, 5.0, 4.5)
+    (table,) = communication_tables([record("one-shot", 16, value, "nccl", 8.0, call=value) for value in values])
+    assert table.rows[0][3:5] == ("4.500 [4.0, 5.0]", "8.0")
+    assert table.caption.endswith("medians of 3 calls [lowest, highest]")
+
+
 def test_a_stress_alone_makes_no_table() -> None:
     stress = make_record("communication", {"tp_size": 2}, "replays_without_error", 10000, "", environment=STAMP)
     assert communication_tables([stress]) == []
