@@ -182,6 +182,8 @@ def load_state(
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict) or not {"fingerprint", *keys} <= state.keys():
             raise ValueError(f"it does not hold {', '.join(keys)}")
+        if not isinstance(state["fingerprint"], dict):
+            raise ValueError("it does not say which training it is of")
     except Exception as problem:  # damaged bytes can make zipfile and torch raise anything
         reason, suffix = f"damaged ({' '.join(str(problem).split())[:120] or type(problem).__name__})", ".damaged"
     else:

@@ -185,6 +185,12 @@ def other_contents(content: bytes) -> bytes:
     return file.getvalue()
 
 
+def without_origin(content: bytes) -> bytes:
+    file = io.BytesIO()
+    torch.save({**torch.load(io.BytesIO(content), weights_only=True), "fingerprint": None}, file)
+    return file.getvalue()
+
+
 def other_options(content: bytes) -> bytes:
     file = io.BytesIO()
     state = torch.load(io.BytesIO(content), weights_only=True)
@@ -200,6 +206,7 @@ def other_options(content: bytes) -> bytes:
         (lambda content: content[: len(content) // 2], "damaged", "training starts from the beginning"),
         (changed_byte, "damaged", "damaged"),
         (other_contents, "damaged", "it does not hold stack, optimizer, done, losses"),
+        (without_origin, "damaged", "it does not say which training it is of"),
         (other_options, "other", "the state of another training .seed differ"),
     ],
 )
