@@ -46,10 +46,27 @@ def train_once(
     title: str,
     quiet: bool,
 ) -> None:
-    """As `train_and_keep`, unless that is done already; one process at a time trains into a folder."""
+    """Train a model and write its float32 checkpoint, with its tokenizer and how the loss went, unless that is done
+    already; one process at a time trains into a folder."""
     with only_writer(folder.with_name(f"{folder.name}.training")):
-        if not is_trained(folder, identity):
-            train_and_keep(make_model(), folder, text, options, identity, title=title, quiet=quiet)
+        if is_trained(folder, identity):
+            return
+        model = make_model()
+        with progress((), title, quiet=quiet, total=options.steps, unit="step") as bar:
+
+            def show(step: int, loss: float) -> None:
+                bar.update(step - bar.n)
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+
+            curve = train_model(model, text.train, options, on_step=show)
+        logger.info(f"{title}: loss {curve[-1][1]:.3f} after {options.num_tokens} tokens")
+        write_model(
+            model,
+            folder,
+            model_id=folder.name,
+            manifest={"training": dict(identity), "training_losses": curve},
+            other_files=text.tokenizer_files,
+        )
 
 
 def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
@@ -90,34 +107,6 @@ def training_options(
 def training_identity(options: TrainingOptions, text: TrainingText, **more: Any) -> dict[str, Any]:
     """What a training depends on, besides the model: as manifests and records have it."""
     return {**dataclasses.asdict(options), "text": text.identity, "num_tokens": options.num_tokens, **more}
-
-
-def train_and_keep(
-    model: Decoder,
-    folder: Path,
-    text: TrainingText,
-    options: TrainingOptions,
-    identity: Mapping[str, Any],
-    *,
-    title: str,
-    quiet: bool,
-) -> None:
-    """Train a model and write its float32 checkpoint, with its tokenizer and how the loss went."""
-    with progress((), title, quiet=quiet, total=options.steps, unit="step") as bar:
-
-        def show(step: int, loss: float) -> None:
-            bar.update(step - bar.n)
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-
-        curve = train_model(model, text.train, options, on_step=show)
-    logger.info(f"{title}: loss {curve[-1][1]:.3f} after {options.num_tokens} tokens")
-    write_model(
-        model,
-        folder,
-        model_id=folder.name,
-        manifest={"training": dict(identity), "training_losses": curve},
-        other_files=text.tokenizer_files,
-    )
 
 
 def finished_records(
