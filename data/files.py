@@ -17,6 +17,7 @@ import shutil
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -207,6 +208,7 @@ def _holder(descriptor: int) -> str:
 
 
 def _locked(path: Path, output: Path) -> int:
+    looks_left = 3  # `holder_of` in another process holds the lock for a moment, too
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -219,6 +221,9 @@ def _locked(path: Path, output: Path) -> int:
         except BlockingIOError as error:
             holder = _holder(descriptor)
             os.close(descriptor)
+            if looks_left := looks_left - 1:
+                time.sleep(0.02)
+                continue
             raise BlockingIOError(
                 f"{output} is being written by {holder}; wait until that has ended, or give another output"
             ) from error

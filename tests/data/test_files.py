@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -152,3 +153,14 @@ def test_a_write_that_fails_otherwise_names_the_file_too(tmp_path: Path) -> None
         disk_errors(tmp_path / "rows.mmap"),
     ):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_reader_that_looks_who_writes_keeps_no_writer_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "store.lock"
+    lock.touch()
+    reader = os.open(lock, os.O_RDONLY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    monkeypatch.setattr("time.sleep", lambda seconds: fcntl.flock(reader, fcntl.LOCK_UN))  # it has looked
+    with only_writer(tmp_path / "store"):
+        assert holder_of(tmp_path / "store") is None  # no other process
+    os.close(reader)
