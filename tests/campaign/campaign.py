@@ -180,7 +180,7 @@ def damaged(campaign: Campaign, folder: Path, draw: random.Random) -> dict[str, 
         return repaired(campaign, folder, artefact, did, outcome)
     elif verdict == "done":
         unlike = campaign.unlike(folder, product) if product in campaign.expected else []
-        # A model may come without a tokenizer, or with an empty template or one that fails; what we wrote must be whole.
+        # A model may come without a tokenizer, or with a template that is empty or fails; what we wrote must be whole.
         allowed = values and not (verifies and file.suffix != ".jsonl")
         allowed |= artefact == "hf" and (".jinja" in did or " removed" in did or "WARNING" in outcome.stderr)
         verdict = ("other output" if allowed else f"read, {', '.join(unlike)} differ") if unlike else "same output"
