@@ -175,7 +175,7 @@ class FusedDecode:
 
     def thinned_sums(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Zeros for a layer that drops small inputs: float32 [M, F] for the gate's and the up projection's sums (M 1
-        without a gate), int32 [M + 1] for the entries that each of its matrices keeps of its input. One fill per step."""
+        without a gate), int32 [M + 1] for the entries that each matrix keeps of its input. One fill per step."""
         config = self.model.config
         num_layers, num_matrices, width = config.num_hidden_layers, 1 + config.gated_mlp, config.intermediate_size
         if self._thinned is None:

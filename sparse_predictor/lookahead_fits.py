@@ -2,7 +2,7 @@
 
 A fit is the reduced-rank regression that training starts from (`low_rank.py`, `train.initialise_closed_form`): of the
 units' relative magnitudes on a normed input. Text runs through the model layer by layer, all of it through one layer
-before the next, so only the inputs of the last few layers are kept. The inputs' second moments are summed once per layer
+before the next, so only the inputs of the last few layers are kept. Second moments of inputs are summed once per layer
 and shared by all layers that look back at it; each pair of layers has cross moments of its own, summed while the text
 passes and gone after the fit.
 
