@@ -58,7 +58,7 @@ class GenerationFile(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
     do_sample: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0.0)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**63)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0.0)] | None = None
