@@ -217,15 +217,23 @@ def check_contents(directory: Path, manifest: StoreManifest, *, verify: bool) ->
 def sound_rows(directory: Path, manifest: StoreManifest, *, verify: bool) -> int:
     """How many of the valid rows are there, whole: what a repair keeps. None of those of a store with rows that are not
     as collected, since a sum does not say which these are."""
-    num_rows = manifest.num_rows
+    num_rows, long_enough = manifest.num_rows, []
     for name, layout in manifest.layout.files.items():
         path = directory / name
         if not path.is_file():
             return 0
         if layout.row_bytes:  # a rank may have files of no columns
-            num_rows = min(num_rows, path.stat().st_size // layout.row_bytes)
+            num_there = path.stat().st_size // layout.row_bytes
+            num_rows = min(num_rows, num_there)
+            long_enough += [name] * (num_there >= manifest.num_rows)
     if num_rows < manifest.num_rows:
-        return num_rows
+        # A short file may have lost its end, or be another one: nothing says which. What can be compared must fit.
+        num_blocks = SAMPLED_BLOCKS if manifest.complete else 1
+        for name in long_enough if manifest.samples else ():
+            num_bytes = manifest.layout.files[name].row_bytes * manifest.num_rows
+            if sample_of(directory / name, num_bytes, num_blocks) != manifest.samples[name]:
+                return 0
+        return 0 if verify and manifest.sums else num_rows
     try:
         check_contents(directory, manifest, verify=verify)
     except ValueError:

@@ -84,6 +84,7 @@ def unlink(name: str) -> Damage:
         (unlink("token_ids.mmap"), "token_ids.mmap is missing", 0),
         (unlink("att_label_1.mmap"), "att_label_1.mmap is missing", 0),
         (swap("att_x_1.mmap", "mlp_x_1.mmap"), r"mlp_x_1.mmap, att_x_1.mmap: not as collected", 0),
+        (swap("att_x_1.mmap", "att_label_1.mmap"), "att_label_1.mmap is truncated|att_x_1.mmap is truncated", 0),
         (swap("att_x_1.mmap", "att_x_10.mmap"), r"att_x_1.mmap, att_x_10.mmap: not as collected", 0),
         (change_a_row("mlp_label_1.mmap"), "mlp_label_1.mmap: not as collected", 0),
     ],
