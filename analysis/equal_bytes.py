@@ -87,32 +87,19 @@ def _table(subject: str, axis: Axis, curves: Sequence[Curve]) -> list[Table]:
         return []
     methods = [name for name in methods if any(name in values for _, values in rows)]
     # Of equals the first; the predictor comes before its rivals.
-    best = [(share, min(methods, key=lambda name: round(values.get(name, math.inf), 9))) for share, values in rows]
+    best = [min(methods, key=lambda name: round(values.get(name, math.inf), 9)) for _, values in rows]
     return [
         Table(
             title=f"{subject}: ratio to dense at equal {axis.name} bytes",
             columns=(f"{axis.name} bytes read", *methods, "lowest"),
             rows=tuple(
                 (_percent(share), *(format_ratio(_exp(values.get(name))) for name in methods), winner)
-                for (share, values), (_, winner) in zip(rows, best, strict=True)
+                for (share, values), winner in zip(rows, best, strict=True)
             ),
-            caption=f"{_summary(best)} Between measured points the logarithm of the ratio is interpolated; oracle and "
-            "random are bounds, and left out.",
+            caption="Between measured points the logarithm of the ratio is interpolated; oracle and random are bounds, "
+            "and left out.",
         )
     ]
-
-
-def _summary(best: Sequence[tuple[float, str]]) -> str:
-    """Who has the lowest perplexity where, of (bytes, method) in order."""
-    runs: list[tuple[str, float, float]] = []
-    for share, method in best:
-        start = runs.pop()[1] if runs and runs[-1][0] == method else share
-        runs.append((method, start, share))
-    told = [
-        f"{method} {f'at {_percent(low)}' if low == high else f'from {_percent(low)} to {_percent(high)}'}"
-        for method, low, high in runs
-    ]
-    return f"Lowest perplexity: {', '.join(told)}."
 
 
 def curves_of(rows: Iterable[Comparison], axis: Axis = MLP_BYTES) -> list[Curve]:
