@@ -30,7 +30,6 @@ Label = str | int | float | bool | None
 REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
 # Methods that older records name otherwise: WINA's thresholds were always measured without its rotation.
 RENAMED_METHODS = {"wina": "wina-unrotated"}
-OPTIONAL_KEYS = ("baseline", "ratio", "share_of_ceiling")
 
 
 def make_record(
