@@ -32,7 +32,7 @@ from data.store_shards import JoinedArray, open_files
 
 # A kill loses at most this much: seconds of collecting, yet enough at a time for a disk's full speed.
 FLUSH_BYTES = 256 * 2**20
-TOLD_BYTES = 4 * 2**30  # what takes longer to hash than anyone waits without a word
+TOLD_BYTES = 4 * 2**30  # a store from this size on takes so long to hash that it is logged
 
 
 class ActivationStoreWriter:

@@ -51,9 +51,8 @@ def open_shard_writer(
     part = layout.part
     assert part is not None
     whole = replace(layout, part=None)
-    states = gather(
-        shard_state(directory, layout, resume=resume, verify=verify)
-    )  # nothing is written until all have looked
+    # nothing is written until all have looked
+    states = gather(shard_state(directory, layout, resume=resume, verify=verify))
     replica_size = part.pp_size * part.tp_size
     replicas = [states[start : start + replica_size] for start in range(0, len(states), replica_size)]
     if expected_rows is not None:

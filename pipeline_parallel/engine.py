@@ -69,7 +69,7 @@ def generate_on_mesh(
     """
     timings = GenerationTimings() if timings is None else timings
     eos = model.config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids)
-    # Ranks that disagree would wait for each other for good; flags were compared before (`Launch.check_same`).
+    # Ranks that disagree would wait for each other forever; flags were compared before (`Launch.check_same`).
     check_same_everywhere(mesh, "what ends a text (generation_config.json)", repr(eos))
     mine = range(mesh.dp_rank, len(requests), mesh.dp_size)
     with ExitStack() as stack:

@@ -54,7 +54,7 @@ class Launch:
 
     def check_same(self, options: Mapping[str, str]) -> None:
         """ValueError on each rank that was given other options than rank 0, naming the first that differs and both
-        values. Ranks that disagree would compute nonsense together, or wait for each other for good."""
+        values. Ranks that disagree would compute wrong results together, or wait for each other forever."""
         if self.store is None:
             return
         key = f"options{next(self._meetings)}"

@@ -219,7 +219,7 @@ class LoadedModel:
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
-        """What of generation_config.json is to be followed, for who does: the first rank logs it on first use."""
+        """What a stage that writes text follows of generation_config.json; the first rank logs it on first use."""
         if self.mesh.rank == 0:
             self._generation_defaults.tell()
         return self._generation_defaults

@@ -250,6 +250,7 @@ def test_what_is_followed_and_what_is_not_is_said_once(
         ({"bad_words_ids": [[]]}, "`bad_words_ids[0]`: expected `array` of length >= 1"),
         ({"bad_words_ids": [[5, 1000]]}, "`bad_words_ids`: token id 1000 lies outside the vocabulary of"),
         ({"eos_token_id": "</s>"}, "`eos_token_id`: expected `int | array | null`, got `str`"),
+        ({"do_sample": True, "top_k": 10**12}, "`top_k`: expected `int`"),
         ({"do_sample": True, "top_p": 1.5}, "`top_p`: expected `float` <= 1.0"),
         ([1], "expected `object`, got `array`"),
     ],
