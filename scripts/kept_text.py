@@ -27,6 +27,7 @@ from loguru import logger
 
 from data.files import only_writer, parse_json
 from modules.checkpoint_files import checkpoint_fingerprint
+from pipeline_parallel.launch import current_launch
 from scripts.command_line import progress
 from scripts.self_text import (
     BATCH_SIZE,
@@ -135,6 +136,7 @@ class TextFile:
         with contextlib.ExitStack() as held:
             if self._is_first:
                 self._lock(held)
+            current_launch().meet()  # however long the first rank waits: a collective has a timeout
             yield
 
     def append(self, documents: Sequence[Sequence[int]]) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from loguru import logger
@@ -145,13 +146,24 @@ def test_a_second_process_waits_and_takes_what_the_first_writes(
     writer.__enter__()
 
     def the_first_finishes(seconds: float) -> None:
-        file.write_bytes(content)
-        writer.__exit__(None, None, None)
+        if seconds == scripts.kept_text.WAIT_S:  # not the moment that a lock is tried again after
+            file.write_bytes(content)
+            writer.__exit__(None, None, None)
 
     monkeypatch.setattr("scripts.kept_text.time.sleep", the_first_finishes)
     nothing_is_written(monkeypatch)
     assert read(load(folder)) == whole
     assert any("is being written by process" in line for line in said)
+
+
+def test_ranks_wait_for_the_first_ones_lock_where_waiting_has_no_timeout(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    launch = SimpleNamespace(meet=lambda: held.append(any(cache.glob("*.lock"))))
+    monkeypatch.setattr("scripts.kept_text.current_launch", lambda: launch)
+    read(load(folder))
+    assert held == [True, True], "once per batch"
 
 
 def test_text_that_cannot_be_kept_is_written_all_the_same(folder: Path, cache: Path, said: list[str]) -> None:
