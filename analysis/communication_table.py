@@ -23,7 +23,7 @@ def communication_tables(records: Sequence[Record]) -> list[Table]:
     chosen: dict[tuple[object, ...], Record] = {}
     ours: list[str] = []
     for record in records:
-        if record["metric"] != "us" or "method" not in record["labels"]:
+        if record["metric"] != "us" or record["labels"].get("method") is None:
             continue
         setting = tuple(record["labels"].get(name) for name in SETTING)
         method, baseline = record["labels"]["method"], record.get("baseline")

@@ -15,6 +15,7 @@ from analysis.results import Record
 NAME = "one_gpu_decode"
 # What decode benchmarks in one process say; those of several ranks have no such label, evaluation runs other values.
 EXECUTIONS = ("graph", "eager")
+NEEDED = ("method", "mlp_density", "head_density", "batch_size")
 # Told by a column of its own, or not worth one.
 SHOWN = {"shape", "model", "weights", "method", "label", "mlp_density", "head_density", "batch_size", "predictor_rank"}
 SHOWN |= {"task", "window", "num_tokens", "converted_from", "calibration_tokens"}
@@ -37,7 +38,9 @@ class Row:
 
 def is_one_gpu_decode(record: Record) -> bool:
     """Whether a record belongs in this table."""
-    return record["name"] == "decode" and record["labels"].get("execution") in EXECUTIONS
+    labels = record["labels"]
+    has_labels = all(labels.get(name) is not None for name in NEEDED)
+    return record["name"] == "decode" and labels.get("execution") in EXECUTIONS and has_labels
 
 
 def decode_tables(records: Sequence[Record]) -> list[Table]:
@@ -60,7 +63,7 @@ def _table_of_card(card: str, records: Sequence[Record]) -> Table:
         varying = [name for name in varying if name != "predictors"]
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("model", lambda row: _model(row.merged)),
-        ("weights", lambda row: row.labels.get("weights", EMPTY_CELL)),
+        ("weights", lambda row: row.labels.get("weights") or EMPTY_CELL),
         ("method", _method),
         *((HEADINGS.get(name, name.replace("_", " ")), _label(name)) for name in varying),
         ("batch", lambda row: format_cell(row.labels["batch_size"])),
@@ -176,7 +179,8 @@ def _ratio(name: str) -> Callable[[Row], str]:
 def _density(record: Record, name: str) -> str:
     """As achieved, where that is not just what was asked for."""
     asked = record["labels"].get(name, 1.0)
-    reached = (record.get("achieved") or {}).get(name, asked)
+    reached = (record.get("achieved") or {}).get(name)
+    reached = asked if reached is None else reached
     return f"{reached:.3f}" if round(reached, 3) != asked else format_number(float(asked))
 
 

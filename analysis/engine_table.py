@@ -19,7 +19,11 @@ SHOWN = {"shape", "model", "batch_size", "all_reduce", "overlap_tokens", *CUT}
 def is_of_engine(record: Record) -> bool:
     """Whether a record belongs in such a table: tokens per second of ranks that share a model."""
     labels = record["labels"]
-    has_labels = {"tp_size", "batch_size"} <= set(labels) and ("shape" in labels or "model" in labels)
+    has_labels = None not in (
+        labels.get("tp_size"),
+        labels.get("batch_size"),
+        labels.get("shape") or labels.get("model"),
+    )
     return has_labels and record["name"] in NAMES and record["metric"] == "tokens_per_s"
 
 

@@ -113,7 +113,7 @@ def curves_of(rows: Iterable[Comparison], axis: Axis = MLP_BYTES) -> list[Curve]
         share = axis.share(row)
         if row.name != "perplexity" or row.method in NOT_RIVALS or row.phase == "decode" or share is None:
             continue
-        if (row.head_density < 1 and not axis.attention_may_be_sparse) or not row.ratio or not math.isfinite(row.ratio):
+        if (row.head_density < 1 and not axis.attention_may_be_sparse) or not row.ratio or not 0 < row.ratio < math.inf:
             continue
         points = found.setdefault((row.method, row.series), {})
         points[share] = min(math.log(row.ratio), points.get(share, math.inf))

@@ -65,7 +65,7 @@ def _table(card: str, operator: str, rows: Sequence[Row]) -> Table:
 
 def _reading_order(row: Row, shapes: Sequence[object]) -> tuple[float, ...]:
     labels = row.labels
-    return shapes.index(labels.get("shape")), labels.get("batch_size", 1), -labels.get("density", 1.0)
+    return shapes.index(labels.get("shape")), labels.get("batch_size") or 1, -(labels.get("density") or 1.0)
 
 
 def _beside(row: Row, name: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -40,6 +40,8 @@ class Labels(msgspec.Struct, kw_only=True):
     label: Text = None
     density_budget: Text = None
     predictors: Text = None
+    converted_from: Text = None
+    all_reduce: Text = None
     density: Number = None
     mlp_density: Number = None
     head_density: Number = None
@@ -55,6 +57,7 @@ class Labels(msgspec.Struct, kw_only=True):
     num_fewshot: Count = None
     num_samples: Count = None
     predictor_rank: Count = None
+    standin_rank: Count = None
     calibration_tokens: Count = None
     tp_size: Count = None
     pp_size: Count = None
@@ -107,6 +110,20 @@ class Windows(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
+class FirstWindows(msgspec.Struct, kw_only=True):
+    """Of a text: how many windows, and the perplexities of a run and of dense on them."""
+
+    num: int
+    perplexity: float
+    dense: float
+
+
+class Timing(msgspec.Struct, kw_only=True):
+    """The repetitions of one call."""
+
+    samples: list[float] | None = None
+
+
 class Position(msgspec.Struct, kw_only=True):
     """A value of the tokens from one position on, below another."""
 
@@ -123,7 +140,9 @@ class RecordTypes(msgspec.Struct, kw_only=True):
     achieved: Achieved | None = None
     quality: Quality | None = None
     windows: Windows | None = None
-    timing: dict[str, Any] | None = None
+    first_windows: FirstWindows | None = None
+    timing: Timing | None = None
+    text_achieved: Achieved | None = None
     interval: Interval = None
     ratio_interval: Interval = None
     above_static: Number = None

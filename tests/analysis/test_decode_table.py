@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from analysis.decode_table import decode_tables, is_one_gpu_decode
 from analysis.results import Record, append_record, make_record, read_records
-from analysis.tables import all_tables, update_readme
+from analysis.tables import all_tables, summary_markdown, update_readme
 
 ENVIRONMENT = {"device": "Example GPU", "num_devices": 1, "date": "2026-01-02T03:04:05+00:00"}
 
@@ -147,6 +149,16 @@ def test_a_perplexity_stands_beside_the_density_on_its_own_text() -> None:
     assert (row["perplexity there"], row["to dense"]) == ("25.0", "1.250× [1.200×, 1.310×]")
     assert "MLP density: while generating" in table.caption
     assert "task perplexity:text, num tokens 1000" in table.caption
+
+
+@pytest.mark.parametrize("name", ["method", "mlp_density", "head_density", "batch_size", "weights", "tp_size"])
+def test_records_without_a_label_of_a_table_are_shown_all_the_same(name: str) -> None:
+    found = records()
+    labels = next(each["labels"] for each in found if name in each["labels"])
+    labels[name] = None
+    tables = [table for each in all_tables(found).values() for table in each]
+    assert sum(len(table.rows) for table in tables) >= 4
+    summary_markdown(found)
 
 
 def test_the_readme_has_a_table_for_one_gpu_and_one_for_ranks(tmp_path: Path) -> None:
