@@ -74,7 +74,8 @@ def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outco
             ]
             density = usual_density(studied, block)
             at_density = chosen(studied, metric, **{DENSITY_LABELS[block]: density})
-            lookaheads = {record["labels"]["lookahead"] for record in at_density}
+            known = (record["labels"].get("lookahead") for record in at_density)
+            lookaheads = {lookahead for lookahead in known if lookahead is not None}
             if not lookaheads:
                 continue
             usual = USUAL_LOOKAHEAD if USUAL_LOOKAHEAD in lookaheads else min(lookaheads)

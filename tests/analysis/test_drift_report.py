@@ -164,6 +164,17 @@ def test_verdict_and_tables_are_in_the_report_the_summary_and_the_readme(tmp_pat
     assert readme.read_text() == once
 
 
+def test_a_record_without_its_lookahead_is_left_out_of_the_effects(study: list[Record]) -> None:
+    without = [
+        {**each, "labels": {name: label for name, label in each["labels"].items() if name != "lookahead"}}
+        for each in study
+        if each["name"] == "ablation"
+    ]
+    assert [each.title for each in reported_effects([*study, *without])] == [
+        each.title for each in reported_effects(study)
+    ]
+
+
 def test_reports_of_other_records_have_no_verdict(sample_records: list[Record]) -> None:
     assert "explain" not in build_report(sample_records, figures={})
 
