@@ -142,7 +142,6 @@ def without_times(path: Path) -> list[Record]:
 def test_a_resumed_sweep_does_not_take_another_text_or_budget_for_its_own(folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "window": 32,
-        "mlp_density": (1.0,),
         "resume": True,
         "corpus": str(tmp_path / "text.jsonl"),
     }
@@ -151,9 +150,9 @@ def test_a_resumed_sweep_does_not_take_another_text_or_budget_for_its_own(folder
         budget.parent.mkdir()
         budget.write_text(json.dumps({"mlp": [first_density, *[1.2 - first_density] * 2]}))
         write_corpus(tmp_path / "text.jsonl", [[5 + i % 70 for i in range(80)]])
-        evaluate(folder, tmp_path / "r.jsonl", **changes, density_budget=budget)
+        evaluate(folder, tmp_path / "r.jsonl", **changes, mlp_density=None, density_budget=budget)
     write_corpus(tmp_path / "text.jsonl", [[6 + i % 70 for i in range(80)]])
-    evaluate(folder, tmp_path / "r.jsonl", **changes)
+    evaluate(folder, tmp_path / "r.jsonl", **changes, mlp_density=(1.0,))
     found = read_records(tmp_path / "r.jsonl")
     assert [record["labels"]["method"] for record in found] == ["dense", "random", "random", "dense", "random"]
     assert found[1]["achieved"]["per_layer"] != found[2]["achieved"]["per_layer"]
