@@ -82,8 +82,8 @@ def test_steps_are_those_of_a_few_lines_on_hugging_faces_class(
     torch.testing.assert_close([loss for _, loss in curve], losses, rtol=1e-5, atol=0)
     ours = hf_state_dict(model)
     for name, weight in theirs.state_dict().items():
-        # An entry whose gradient is zero but for rounding takes steps of whatever size AdamW makes of that, and rounding
-        # differs between processors: one in a thousand may be off by a tenth of what five steps can do.
+        # An entry whose gradient is zero but for rounding takes steps of whatever size AdamW makes of that, and
+        # rounding differs between processors: one in a thousand may be off by a tenth of what five steps can do.
         difference = (ours[name] - weight).abs()
         assert (difference > 2e-4).float().mean() <= 1e-3 and difference.max() <= 1.5e-3, name
 
