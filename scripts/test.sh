@@ -27,15 +27,17 @@ $python -m ruff check "${sources[@]}" tests
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
 ranks() {
+    local failed=0
     echo "==> pytest tests/pipeline_parallel"
-    $python -m pytest tests/pipeline_parallel
+    $python -m pytest tests/pipeline_parallel || failed=1
+    echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
+    TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter || failed=1
+    return "$failed"
 }
 stages() {
     local failed=0
     echo "==> pytest tests/scripts"
     $python -m pytest tests/scripts || failed=1
-    echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
-    TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter || failed=1
     echo "==> mypy ${sources[*]}"
     $python -m mypy "${sources[@]}" || failed=1
     return "$failed"
