@@ -27,6 +27,7 @@ from data.files import convert_json, disk_errors
 Record = dict[str, Any]
 Label = str | int | float | bool | None
 
+MAX_CHARACTERS = 500
 REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
 # Methods that older records name otherwise: WINA's thresholds were always measured without its rotation.
 RENAMED_METHODS = {"wina": "wina-unrotated"}
@@ -88,12 +89,14 @@ def validate_record(record: object) -> None:
     for key in ("name", "metric", "unit"):
         if not isinstance(record[key], str) or (key != "unit" and not record[key]):
             raise ValueError(f"{key!r} must be a non-empty string, not {record[key]!r}")
+        _require_short(key, record[key])
     for key in ("labels", "environment"):
         if not isinstance(record[key], dict):
             raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
     for label, setting in record["labels"].items():
         if not isinstance(setting, (str, int, float, bool, type(None))):
             raise ValueError(f"label {label!r} must be a string, a number, a boolean or null, not {setting!r}")
+        _require_short(f"label {label[:50]}", setting)
     _require_number("value", record["value"])
     for key in ("ratio", "share_of_ceiling", "stderr"):
         if record.get(key) is not None:
@@ -109,6 +112,12 @@ def validate_record(record: object) -> None:
     if not isinstance(record.get("answers", []), list):
         raise ValueError(f"'answers' must be a list, not {record['answers']!r}")
     convert_json(record, RecordTypes, "the record")
+
+
+def _require_short(name: str, value: object) -> None:
+    # They stand in cells and file names; a table or a plot of a million characters takes minutes to lay out.
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        raise ValueError(f"{name!r} has {len(value)} characters, {MAX_CHARACTERS} at most")
 
 
 def _require_number(name: str, value: object) -> None:

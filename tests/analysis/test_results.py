@@ -107,6 +107,8 @@ def test_processes_may_append_to_one_file_at_once(tmp_path: Path) -> None:
         ({"labels": ["dense"]}, "'labels' must be an object"),
         ({"labels": {"method": ["dense"]}}, "label 'method' must be a string"),
         ({"name": ""}, "'name' must be a non-empty string"),
+        ({"metric": "x" * 1000}, "'metric' has 1000 characters, 500 at most"),
+        ({"labels": {"model": "x" * 1000}}, "'label model' has 1000 characters, 500 at most"),
         ({"baseline": 30.0}, "'baseline' must be null or have"),
         ({"baseline": {"name": "dense", "value": None}}, "'baseline value' must be a number"),
         ({"ratio": "2x"}, "'ratio' must be a number"),
