@@ -278,7 +278,10 @@ def check_finite(value: Tensor, original: Tensor, where: str) -> None:
         return
     bad = int((~torch.isfinite(original)).sum())
     if bad:
-        raise ValueError(f"{where}: {bad} of {original.numel()} weights are NaN or infinite")
+        raise ValueError(
+            f"{where}: {bad} of {original.numel()} weights are NaN or infinite: the file is damaged (convert it "
+            "again, or fetch the source again), or the model was saved so"
+        )
     if not torch.isfinite(value).all():
         raise ValueError(f"{where}: too large for {value.dtype}; use bfloat16 or float32")
 
