@@ -98,6 +98,11 @@ def test_the_model_that_loses_most_decides() -> None:
     assert texts([*distance(0.01, 0.002), *other])[QUESTIONS[0]].startswith("In part, one layer back; in part, 4")
 
 
+def test_the_answer_names_the_predictors_that_it_was_measured_on() -> None:
+    answer = texts(distance(0.01, 0.002))[QUESTIONS[0]].partition(".")[0]
+    assert answer.endswith("the largest loss of recall found here, of closed-form predictors, decides")
+
+
 def gaining(*records: Record, static: float = 0.6) -> list[Record]:
     """With the recall of the same units for every token, a rank and an amount of text."""
     baseline = {"name": "static", "value": static}
