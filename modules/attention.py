@@ -14,9 +14,10 @@ from modules.kernels.decode_attention import attend
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.project_heads import project_heads
 from modules.kernels.qkv_projection import project_qkv
+from modules.linear import OutputProjection
 from modules.positions import apply_rotary
-from modules.projections import OutputProjection, ThinnedInput, path_without_a_choice
 from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, UnitShard
+from modules.thinned_input import ThinnedInput, path_without_a_choice
 
 
 class Attention(nn.Module):

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modules.cache import KVCache
+from modules.decode_step import begin_step, can_fuse, run_step
 from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass
-from modules.fused_decode import begin_step, can_fuse, run_step
 from modules.kernels.arguments import MAX_ROWS
 from modules.kernels.greedy_choice import greedy_choice
-from modules.kv_cache import KVCache
 from modules.normalization import residual_dtype
 from modules.sampling import SamplingParams, greedy, sample_on_device, stream_of, stream_uniforms
 from modules.scoring import chosen_logprobs

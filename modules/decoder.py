@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from modules.attention import Attention
+from modules.cache import KVCache
 from modules.config import ModelConfig
+from modules.feed_forward import FeedForward
 from modules.forward_pass import ForwardPass, cached_attention_mask, real_tokens
-from modules.kv_cache import KVCache
-from modules.mlp import Mlp
+from modules.linear import OutputHead
 from modules.normalization import AddNorm, Norm, add_norm, partial_memory
 from modules.positions import RotaryPositions
-from modules.projections import OutputHead
 from modules.shards import Shard
 from modules.sparsity import Block, Phase, SparsityStats
 
@@ -54,7 +54,7 @@ class Embeddings(nn.Module):
 class HalfBlock(nn.Module):
     """Attention or MLP, and the norm that follows it (None where the model has none there)."""
 
-    def __init__(self, block: Attention | Mlp, norm: Norm | None, bias_size: int | None) -> None:
+    def __init__(self, block: Attention | FeedForward, norm: Norm | None, bias_size: int | None) -> None:
         super().__init__()
         self.block = block
         self.norm = norm
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
             last = layer_idx == config.num_hidden_layers - 1
             follows = Norm(config) if not (last and config.pre_norm and not config.final_norm) else None
             self.half_blocks.append(HalfBlock(Attention(config, layer_idx), Norm(config), attention_bias))
-            self.half_blocks.append(HalfBlock(Mlp(config, layer_idx), follows, mlp_bias))
+            self.half_blocks.append(HalfBlock(FeedForward(config, layer_idx), follows, mlp_bias))
         self.project_out: nn.Linear | None = None
         if config.word_embed_proj_dim != config.hidden_size:
             self.project_out = nn.Linear(config.hidden_size, config.word_embed_proj_dim, bias=False)
@@ -170,10 +170,10 @@ class Decoder(nn.Module):
         assert isinstance(block, Attention)
         return block
 
-    def mlp(self, layer_idx: int) -> Mlp:
+    def mlp(self, layer_idx: int) -> FeedForward:
         """MLP of a layer."""
         block = self.half_block(layer_idx, "mlp").block
-        assert isinstance(block, Mlp)
+        assert isinstance(block, FeedForward)
         return block
 
     def norm_before(self, layer_idx: int, block: Block) -> Norm | None:

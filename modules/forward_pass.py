@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from modules.kv_cache import KVCache
-from modules.projections import OutputProjection
+from modules.cache import KVCache
+from modules.linear import OutputProjection
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
 
 if TYPE_CHECKING:
-    from modules.fused_decode import FusedDecode
+    from modules.decode_step import DecodeStep
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class ForwardPass:
     max_lookahead: int
     partial_memory: Callable[[int], Tensor | None] | None = None
     num_prompt: Tensor | None = None
-    fused: FusedDecode | None = None  # what the kernels of a fused decode step share
+    fused: DecodeStep | None = None  # what the kernels of a fused decode step share
     inputs: dict[Block, dict[int, Tensor]] = field(default_factory=lambda: {"attention": {}, "mlp": {}})
 
     def selection_context(
@@ -68,7 +68,7 @@ class ForwardPass:
         )
 
     def step_context(self, block: Block, layer_idx: int, dense_output: Callable[[], Tensor]) -> SelectionContext:
-        """The context of one block's selector in a fused decode step, which looks ahead by itself (`FusedDecode`)."""
+        """The context of one block's selector in a fused decode step, which looks ahead by itself (`DecodeStep`)."""
         return SelectionContext(
             layer_idx=layer_idx,
             block=block,

@@ -17,9 +17,9 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from modules.cache import KVCache
 from modules.decode_graphs import can_capture
 from modules.decoder import Decoder
-from modules.kv_cache import KVCache
 from modules.microbatch import Microbatch, Turn, densities
 from modules.requests import (
     Decode,

@@ -20,11 +20,11 @@ from torch import Tensor
 from modules.decode_graphs import DecodeGraphs, StepInputs, StepResult
 from modules.decoder import Decoder
 from modules.penalties import penalised
-from modules.projections import weights_read
 from modules.requests import RunningRequest
 from modules.sampling import NoChoiceError, NonFiniteLogitsError, SamplingParams, check_finite, sample
 from modules.scoring import chosen_logprobs, logprobs_at, pad_right
 from modules.sparsity import BLOCKS, Block, Phase
+from modules.thinned_input import weights_read
 
 # Rows that come in together are run together up to so many tokens, padding included: bounds what a prefill needs.
 MAX_PREFILL_TOKENS = 8192

@@ -6,7 +6,7 @@ The learned predictor and CATS live in `sparse_predictor/selectors.py`.
 import torch
 from torch import Tensor
 
-from modules.fused_decode import Choice
+from modules.decode_step import Choice
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.sampling import as_int64, mix_seed, stream_element
 from modules.sparsity import ActiveList, ActiveSet, SelectionContext, UnitShard, num_kept

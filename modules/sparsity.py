@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from modules.kv_cache import KVCache
+from modules.cache import KVCache
 
 Block = Literal["mlp", "attention"]
 Phase = Literal["prefill", "decode"]

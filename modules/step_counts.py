@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from modules.projections import ThinnedInput
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, SparsityStats
+from modules.thinned_input import ThinnedInput
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StepCounts(SparsityStats):
             part.seen.add(num_rows * part.num_counted)
             part.last_rows = None  # it may be of a prompt before this step
         for block, counts in stats.row_counts.items():
-            if block == "mlp" and self._thinned:  # rows have numbers of weights, as Mlp.weights_read has
+            if block == "mlp" and self._thinned:  # rows have numbers of weights, as thinned_input.weights_read has
                 widths = table.new_tensor([width for _, width, _ in self._thinned])
                 counts[0] += (widths @ table[[place for _, _, place in self._thinned]]).to(counts)
                 counts[1] += sum(width * part.num_counted for part, width, _ in self._thinned)

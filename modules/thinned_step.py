@@ -15,13 +15,13 @@ from torch import Tensor
 
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.thinned_rows import Activations, thinned_rows
-from modules.projections import ThinnedInput
 from modules.sparsity import BLOCKS
+from modules.thinned_input import ThinnedInput
 
 if TYPE_CHECKING:
+    from modules.decode_step import DecodeStep
     from modules.decoder import Decoder
-    from modules.fused_decode import FusedDecode
-    from modules.mlp import Mlp
+    from modules.feed_forward import FeedForward
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def follows_thinning(model: Decoder) -> bool:
     return by_magnitude and not any(model.attention(layer).thinned_parts() for layer in model.layers)
 
 
-def lay_out_for_kernels(mlp: Mlp) -> int:
+def lay_out_for_kernels(mlp: FeedForward) -> int:
     """Copy gate and up of an MLP whose inputs are thinned out, input-major, for `thinned_mlp`: the bytes this takes."""
     parts = [part for part, _ in mlp.thinned_parts()]
     # The down projection is input-major as it is.
@@ -62,13 +62,13 @@ def lay_out_for_kernels(mlp: Mlp) -> int:
     return weights.numel() * weights.itemsize
 
 
-def can_thin(mlp: Mlp, states: DeferredNorm) -> bool:
+def can_thin(mlp: FeedForward, states: DeferredNorm) -> bool:
     """Whether `thinned_mlp` computes this: one row, in a step, laid out for it."""
     down = mlp.down_proj
     return isinstance(down, ThinnedInput) and down.in_step and down.input_major is not None and len(states.partial) == 1
 
 
-def thinned_mlp(mlp: Mlp, states: DeferredNorm, fused: FusedDecode) -> Tensor:
+def thinned_mlp(mlp: FeedForward, states: DeferredNorm, fused: DecodeStep) -> Tensor:
     """[1, D] still to be normed -> [1, 1, D] float32, in two kernels: gate and up, then down."""
     parts = [part for part, _ in mlp.thinned_parts()]
     up, down = parts[-2:]

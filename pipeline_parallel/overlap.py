@@ -32,9 +32,9 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from modules.cache import KVCache
 from modules.decoder import Decoder, HalfBlock
 from modules.forward_pass import ForwardPass, cached_attention_mask
-from modules.kv_cache import KVCache
 from modules.normalization import AddNorm, Norm, partial_memory
 from pipeline_parallel.all_reduce_choice import CONFIGS_DIR, SplitPoint, nearest_split_point, read_split_points
 from pipeline_parallel.fused_junction import FusedAddNorm

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from modules.attention import Attention
 from modules.decoder import Decoder
-from modules.mlp import Mlp
-from modules.projections import project
+from modules.feed_forward import FeedForward
+from modules.linear import project
 from modules.shards import Shard
 from modules.sparsity import UnitShard
 from pipeline_parallel.communication import ReducingAddNorm, all_gather_last
@@ -127,7 +127,7 @@ def _cut_attention(model: Decoder, place: str, block: Attention, plan: list[Head
     block.units = _units(config.num_key_value_heads, held, counted, mesh)
 
 
-def _cut_mlp(model: Decoder, place: str, block: Mlp, mesh: ParallelMesh) -> None:
+def _cut_mlp(model: Decoder, place: str, block: FeedForward, mesh: ParallelMesh) -> None:
     total = model.config.intermediate_size
     ranges = [even_range(total, rank, mesh.tp_size) for rank in range(mesh.tp_size)]
     start, stop, width = ranges[mesh.tp_rank]

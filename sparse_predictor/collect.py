@@ -18,8 +18,8 @@ from data.corpora import TokenPiece
 from data.store_layout import StorePart
 from modules.attention import Attention
 from modules.decoder import Decoder
+from modules.feed_forward import FeedForward, unit_norms
 from modules.forward_pass import real_tokens
-from modules.mlp import Mlp, unit_norms
 from modules.scoring import pad_right
 from sparse_predictor.labels import LabelDefinition, true_active
 
@@ -89,7 +89,7 @@ class ActivationRecorder:
         if num_tokens is not None:
             self._keep = real_tokens(token_ids, num_tokens).flatten()
 
-    def _watch_neurons(self, mlp: Mlp, layer: int) -> None:
+    def _watch_neurons(self, mlp: FeedForward, layer: int) -> None:
         definition = self.label_definition
         start, stop = neuron_columns(mlp)
 
@@ -122,7 +122,7 @@ class ActivationRecorder:
         self._handles.append(point.register_forward_hook(hook))
 
 
-def neuron_columns(mlp: Mlp) -> tuple[int, int]:
+def neuron_columns(mlp: FeedForward) -> tuple[int, int]:
     """The neurons [start, stop) of the layer that this rank computes: all, or a tensor-parallel rank's."""
     if mlp.units is None:
         return 0, mlp.num_units

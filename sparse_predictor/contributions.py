@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modules.decoder import Decoder
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.selectors import contribution
 from modules.sparsity import ActiveSet, Block
 from sparse_predictor.streams import Stream, advance

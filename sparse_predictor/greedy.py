@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from modules.decoder import Decoder
-from modules.projections import ThinnedInput
 from modules.sparsity import BLOCKS, Block
+from modules.thinned_input import ThinnedInput
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.streams import Stream, advance, begin_stream
 from sparse_predictor.thinning import PROJECTIONS, Thin, holder_of

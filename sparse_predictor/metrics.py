@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modules.decoder import Decoder
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.selectors import contribution
 from modules.sparsity import BLOCKS, ActiveSet, Block, Reduce, SelectionContext, Selector, num_kept
 from sparse_predictor.labels import default_definition, true_active

@@ -10,7 +10,7 @@ from loguru import logger
 
 from data.files import convert_json
 from modules.decoder import Decoder
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
 from sparse_predictor.budgets import DensityBudget, Thresholds, read_budget

@@ -9,14 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modules.fused_decode import Choice, choose
+from modules.decode_step import Choice, choose
+from modules.feed_forward import FeedForward
 from modules.kernels.activations import ACTIVATION_FUNCTIONS
 from modules.kernels.choose_groups import MAX_GROUPS, MAX_RANK, choose_groups
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.norm_linear import norm_linear
 from modules.kernels.riders import GroupRequest, UnitRequest
 from modules.kernels.select_units import select_units
-from modules.mlp import Mlp
 from modules.sparsity import ActiveSet, Block, SelectionContext, Selector, StandIn, UnitShard, num_kept
 from sparse_predictor.predictor import Predictor, Rule
 
@@ -132,7 +132,7 @@ class CatsSelector:
 
     lookahead = 0
 
-    def __init__(self, mlp: Mlp, threshold: float) -> None:
+    def __init__(self, mlp: FeedForward, threshold: float) -> None:
         if mlp.gate_proj is None:
             raise ValueError("method cats needs a gated MLP; this model has none")
         self.gate_proj = mlp.gate_proj

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.decoder import Decoder
-from modules.projections import ThinnedInput
 from modules.sparsity import BLOCKS, Block
+from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import DensityBudget, Place
 from sparse_predictor.refine import divergence_and_gradient
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity

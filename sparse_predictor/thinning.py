@@ -13,11 +13,11 @@ from loguru import logger
 from torch import Tensor, nn
 
 from modules.config import ModelConfig
+from modules.decode_step import can_fuse
 from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
-from modules.fused_decode import can_fuse
-from modules.projections import ThinnedInput
 from modules.sparsity import BLOCKS, Block
+from modules.thinned_input import ThinnedInput
 from modules.thinned_step import follows_thinning, lay_out_for_kernels
 from sparse_predictor.calibration import LayerCalibration, threshold_at
 

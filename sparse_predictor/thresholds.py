@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from modules.decoder import Decoder
-from modules.projections import ThinnedInput
 from modules.sparsity import ActiveSet, SelectionContext, Selector
+from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import Thresholds
 from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at, thresholds_name
 from sparse_predictor.predictor import Predictor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.activation_store import ActivationStore
 from modules.decoder import Decoder
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.normalization import residual_dtype
 from modules.sparsity import Block
 from sparse_predictor.store import weights_sample

@@ -101,7 +101,7 @@ def test_source_folders_keep_the_import_rule_the_length_and_the_names() -> None:
         ("modules/attention_v2.py", "", "file name 'attention_v2'"),
         ("modules/llama.py", "", "file name 'llama'"),
         ("modules/decoder.py", "class OPTDecoder: ...", "'OPTDecoder' is named after a model family"),
-        ("modules/mlp.py", "def f(inp): ...", "the name 'inp'"),
+        ("modules/feed_forward.py", "def f(inp): ...", "the name 'inp'"),
     ],
 )
 def test_every_kind_of_breach_is_found(tmp_path: Path, name: str, source: str, breach: str) -> None:

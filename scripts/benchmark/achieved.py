@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from modules.decoder import Decoder
-from modules.projections import ThinnedInput
 from modules.scoring import logprobs_at
 from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector
+from modules.thinned_input import ThinnedInput
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from modules.cache import KVCache
 from modules.decode_graphs import DecodeGraphs, StepInputs, can_capture
 from modules.decoder import Decoder
 from modules.generation import decode_one_token
-from modules.kv_cache import KVCache
 from modules.sampling import SamplingParams
 from modules.scoring import Likelihood, Window, chosen_logprobs, pad_right
 

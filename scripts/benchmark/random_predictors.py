@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.decoder import Decoder
-from modules.mlp import Mlp
+from modules.feed_forward import FeedForward
 from modules.sparsity import ActiveSet, Block, SelectionContext, Selector
 from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at
 from sparse_predictor.predictor import Predictor, auto_head_rank
@@ -159,7 +159,7 @@ class FromToken:
 class CalibratingGate(CatsSelector):
     """CATS, setting its threshold from the batch at hand."""
 
-    def __init__(self, mlp: Mlp, density: float) -> None:
+    def __init__(self, mlp: FeedForward, density: float) -> None:
         super().__init__(mlp, float("-inf"))
         self.density = density
         self.quantiles: Tensor | None = None

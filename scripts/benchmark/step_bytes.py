@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modules.decoder import Decoder
-from modules.mlp import MAX_FUSED_SPARSE_ROWS
+from modules.feed_forward import MAX_FUSED_SPARSE_ROWS
 from modules.sparsity import BLOCKS
 from scripts.benchmark.achieved import Achieved
 from sparse_predictor.selection import Method

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from modules.decoder import Decoder
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats
 from sparse_predictor.predictor import Predictor, Rule

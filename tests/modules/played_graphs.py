@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from modules.cache import KVCache
 from modules.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
 from modules.decoder import Decoder
-from modules.kv_cache import KVCache
 from modules.sampling import SamplingParams
 
 

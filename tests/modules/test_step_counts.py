@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modules.decoder import Decoder
+from modules.feed_forward import unit_norms
 from modules.generation import generate
-from modules.mlp import unit_norms
 from modules.requests import GenerationRequest
 from modules.selectors import OracleSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector, SparsityStats

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.selectors import OracleSelector, RandomSelector, StaticSelector, contribution
 from modules.sparsity import BLOCKS, ActiveSet, Selector, SparsityStats, num_kept
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from modules.attention import Attention
 from modules.decoder import Decoder
-from modules.mlp import Mlp
+from modules.feed_forward import FeedForward
 from modules.normalization import add_norm
 from modules.sparsity import ActiveSet, SelectionContext, Selector, UnitShard
 
@@ -134,7 +134,7 @@ def _cut_attention(block: Attention, ranks: Ranks, rank: int, plan: Plan) -> Non
     block.units = unit_shard(ranks, rank, [share[0] for share in plan], num_groups, num_units)
 
 
-def _cut_mlp(block: Mlp, ranks: Ranks, rank: int) -> None:
+def _cut_mlp(block: FeedForward, ranks: Ranks, rank: int) -> None:
     held, num_units = neuron_shares(block.num_units, ranks.size), block.num_units
     width = len(held[0])
     for projection in (block.gate_proj, block.up_proj, block.down_proj):

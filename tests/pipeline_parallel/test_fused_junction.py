@@ -12,8 +12,8 @@ from torch import Tensor
 
 from modules.checkpoint import build_on_meta
 from modules.config import ModelConfig
+from modules.decode_step import begin_step, run_step
 from modules.decoder import Decoder
-from modules.fused_decode import begin_step, run_step
 from pipeline_parallel.all_reduce_choice import ChoiceTable
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise

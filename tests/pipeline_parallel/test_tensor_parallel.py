@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from modules.cache import KVCache
 from modules.checkpoint import build_on_meta, load_weights
 from modules.checkpoint_files import StateDict
 from modules.checkpoint_keys import expected_shapes
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.kv_cache import KVCache
 from modules.sparsity import BLOCKS, Phase
 from pipeline_parallel.engine import parallelise
 from pipeline_parallel.head_plan import plan_heads

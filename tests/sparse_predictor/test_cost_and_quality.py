@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules.projections import ThinnedInput
+from modules.thinned_input import ThinnedInput
 from sparse_predictor.cost import achieved, mlp_bytes_share, predictor_bytes_share, weights_by_density
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import attach_selection, remove_sparsity

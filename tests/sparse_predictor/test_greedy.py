@@ -8,7 +8,7 @@ from torch import Tensor
 
 from data.activation_store import ActivationStore
 from modules.decoder import Decoder
-from modules.projections import ThinnedInput
+from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import DensityBudget, predictors_id
 from sparse_predictor.calibration import load_calibration, quantiles_of, threshold_at
 from sparse_predictor.cost import achieved

@@ -13,8 +13,8 @@ from torch import Tensor
 from modules.decode_graphs import can_capture
 from modules.decoder import Decoder
 from modules.generation import generate
-from modules.projections import ThinnedInput
 from modules.requests import GenerationRequest
+from modules.thinned_input import ThinnedInput
 from modules.thinned_step import follows_thinning
 from sparse_predictor.cost import achieved, attention_bytes_share, layer_bytes_share, mlp_bytes_share
 from sparse_predictor.selection import attach_selection, remove_sparsity

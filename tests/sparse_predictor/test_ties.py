@@ -6,8 +6,8 @@ import torch
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.riders import UnitRequest
 from modules.kernels.select_units import select_units
-from modules.projections import ThinnedInput
 from modules.sparsity import SelectionContext
+from modules.thinned_input import ThinnedInput
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.predictor import Predictor
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, at_least

@@ -17,7 +17,7 @@ from loguru import logger
 from data.activation_store import ActivationStore, ActivationStoreWriter
 from data.store_layout import StoreLayout
 from modules.decoder import Decoder
-from modules.mlp import unit_norms
+from modules.feed_forward import unit_norms
 from modules.sparsity import Block
 from sparse_predictor.labels import LabelDefinition
 from sparse_predictor.stack import PredictorStack

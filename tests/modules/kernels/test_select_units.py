@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from modules.config import ModelConfig
+from modules.feed_forward import FeedForward
 from modules.kernels import select_units as module
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.select_units import select_units
 from modules.kernels.weight_tiles import Tuning
-from modules.mlp import Mlp
 from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.predictor import Predictor
 from sparse_predictor.selectors import CatsSelector, PredictorSelector
@@ -82,7 +82,7 @@ def test_the_predictor_that_selects_eagerly_chooses_the_same(dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cats_that_selects_eagerly_chooses_the_same(dtype: torch.dtype) -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 67}
-    mlp = Mlp(mock.Mock(spec=ModelConfig, activation="silu", gated_mlp=True, mlp_bias=False, **sizes), 0)
+    mlp = FeedForward(mock.Mock(spec=ModelConfig, activation="silu", gated_mlp=True, mlp_bias=False, **sizes), 0)
     assert mlp.gate_proj is not None
     with torch.no_grad():
         mlp.gate_proj.weight.copy_(torch.randint(-1, 2, mlp.gate_proj.weight.shape))

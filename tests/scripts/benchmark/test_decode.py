@@ -14,9 +14,9 @@ from analysis.results import Record, read_records
 from analysis.tables import all_tables
 from modules.checkpoint import load_model, random_model
 from modules.config import ModelConfig
-from modules.projections import ThinnedInput
 from modules.scoring import windows_likelihood
 from modules.sparsity import ActiveSet, SelectionContext
+from modules.thinned_input import ThinnedInput
 from scripts.benchmark import hugging_face, one_gpu, shapes
 from scripts.benchmark.achieved import Shares, _watch_inputs, measure_achieved
 from scripts.benchmark.decoding_check import DecodingCheck, Limits

@@ -12,8 +12,9 @@ from modules.kernels.activations import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.mlp_reference import of_standin, reference_sparse_mlp
 from modules.kernels.sparse_mlp import sparse_mlp
-from modules.projections import OutputProjection, ThinnedInput, path_without_a_choice
+from modules.linear import OutputProjection
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
+from modules.thinned_input import ThinnedInput, path_without_a_choice
 from modules.thinned_step import can_thin, thinned_mlp
 
 # So many rows read all weights faster through the kernel than through the library (scripts.benchmark.kernels).
@@ -23,7 +24,7 @@ MAX_FUSED_DENSE_ROWS = 1
 MAX_FUSED_SPARSE_ROWS = 4
 
 
-class Mlp(nn.Module):
+class FeedForward(nn.Module):
     """One layer's neurons. `selector` None: dense. The output bias is added by the residual junction."""
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
@@ -151,6 +152,6 @@ class Mlp(nn.Module):
         return output.view_as(hidden_states)
 
 
-def unit_norms(mlp: Mlp) -> Tensor:
+def unit_norms(mlp: FeedForward) -> Tensor:
     """||down_j||: the L2 norm of what neuron j writes when its activation is 1, float32 [F]."""
     return torch.linalg.vector_norm(mlp.down_proj.weight.float(), dim=-1)

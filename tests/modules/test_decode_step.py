@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from modules.decode_graphs import DecodeGraphs, can_capture
+from modules.decode_step import begin_step, can_fuse, run_step
 from modules.decoder import Decoder
-from modules.fused_decode import begin_step, can_fuse, run_step
 from modules.generation import generate, prefill
 from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
 from modules.requests import GenerationRequest
@@ -84,8 +84,8 @@ def heard_riders(model: Decoder, name: str, num_rows: int, monkeypatch: pytest.M
             heard.append("units" if isinstance(request, UnitRequest) else "groups")
             return super().add(request)
 
-    monkeypatch.setattr("modules.fused_decode.Rider", rider)
-    monkeypatch.setattr("modules.fused_decode.Requests", HeardRequests)
+    monkeypatch.setattr("modules.decode_step.Rider", rider)
+    monkeypatch.setattr("modules.decode_step.Requests", HeardRequests)
     both_steps(model, METHODS[name], num_rows)
     return sorted(heard)
 
@@ -199,7 +199,7 @@ def test_what_the_kernels_cannot_compute_is_not_fused(monkeypatch: pytest.Monkey
 
     assert not fuses(LLAMA), "no GPU"
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
-    monkeypatch.setattr("modules.fused_decode.triton", object())
+    monkeypatch.setattr("modules.decode_step.triton", object())
     assert fuses(LLAMA) and fuses(KINDS["opt"]) and fuses(LLAMA, torch.float16) and fuses(LLAMA, torch.float32)
     assert not fuses(LLAMA, torch.float64)
     assert not fuses(KINDS["opt-post-norm-projected"])
@@ -207,7 +207,7 @@ def test_what_the_kernels_cannot_compute_is_not_fused(monkeypatch: pytest.Monkey
     assert fuses(LLAMA, **reduced) and not fuses(LLAMA, is_sparse=True, **reduced)
     assert not fuses(LLAMA, add_norm=reduced["add_norm"]) and not fuses(LLAMA, links=object())
     assert not fuses(LLAMA | {"num_attention_heads": 24, "num_key_value_heads": 1, "head_dim": 4})
-    monkeypatch.setattr("modules.fused_decode.triton", None)
+    monkeypatch.setattr("modules.decode_step.triton", None)
     assert not fuses(LLAMA), "no triton"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.kv_cache import KVCache
+from modules.cache import KVCache
 
 LAYERS = range(2, 4)  # of a pipeline stage: its first layer is not number 0
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from modules.cache import KVCache
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import DTYPES, MAX_QUERIES_PER_GROUP
 from modules.kernels.deferred_norm import DeferredNorm, triton
 from modules.kernels.norm_linear import norm_linear
 from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
-from modules.kv_cache import KVCache
 from modules.normalization import Norm, add_norm, deferred_add_norm
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, Selector
 
@@ -99,7 +99,7 @@ def can_fuse(model: Decoder) -> bool:
 def begin_step(model: Decoder, token_ids: Tensor, cache: KVCache) -> ForwardPass:
     """What the step of token_ids [B, 1] carries, over a cache of static shape; as `Decoder.begin`."""
     rotary = None if model.rotary is None else model.rotary.table(cache.max_seqlen, model.device)
-    fused = FusedDecode(model, len(token_ids), rotary)
+    fused = DecodeStep(model, len(token_ids), rotary)
     if not fused.fuses_attention:  # then attention takes a mask, and rotates by itself
         forward_pass = model.begin(token_ids, cache=cache, phase="decode")
         forward_pass.fused = fused
@@ -151,7 +151,7 @@ def _reduce(
     return DeferredNorm.plain(hidden_states.flatten(0, 1)), residual
 
 
-class FusedDecode:
+class DecodeStep:
     """What the half-blocks of one step of `num_rows` rows share."""
 
     def __init__(self, model: Decoder, num_rows: int, rotary: Tensor | None) -> None:
