@@ -1,4 +1,4 @@
-"""Convert a Llama or OPT checkpoint into the one-file-per-layer layout of `modules/checkpoint.py`.
+"""Convert a Llama or OPT checkpoint into the one-file-per-layer layout of `modules/checkpoint/`.
 
     python convert_llama_checkpoint.py --source HUB_ID_OR_DIR_OR_GGUF --output-dir D [--dtype bfloat16]
 
@@ -26,8 +26,10 @@ from tqdm import tqdm
 
 from data.console import console
 from data.files import changed_files, disk_errors, only_writer, read_json, write_json
-from modules.checkpoint import load_config, read_hf_config
-from modules.checkpoint_files import (
+from modules.checkpoint.gguf import GgufFile
+from modules.checkpoint.load import load_config, read_hf_config
+from modules.checkpoint.manifest import Manifest, read_manifest
+from modules.checkpoint.sources import (
     CONFIG_FILE,
     DTYPES,
     WEIGHT_FILES,
@@ -37,10 +39,8 @@ from modules.checkpoint_files import (
     is_converted,
     part_file,
 )
-from modules.checkpoint_gguf import GgufFile
-from modules.checkpoint_manifest import Manifest, read_manifest
-from modules.checkpoint_tokenizer import TOKENIZER_FILES, check_tokenizer, open_tokenizer, write_gguf_tokenizer
-from modules.checkpoint_writer import CheckpointWriter, recover
+from modules.checkpoint.tokenizer import TOKENIZER_FILES, check_tokenizer, open_tokenizer, write_gguf_tokenizer
+from modules.checkpoint.write import CheckpointWriter, recover
 from modules.config import ModelConfig
 
 GENERATION_FILE = "generation_config.json"

@@ -298,7 +298,7 @@ def _from_opt(hf: _Opt) -> dict[str, Any]:
 
 
 def _from_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A mixture's `config.json`: these fields under their own names (see checkpoint_config)."""
+    """A mixture's `config.json`: these fields under their own names (see families.registry)."""
     names = {field.name for field in dataclasses.fields(ModelConfig)}
     known = {name: value for name, value in hf.items() if name in names}
     if "activation" in known:

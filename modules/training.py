@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from modules.checkpoint import build_on_meta
-from modules.checkpoint_keys import LM_HEAD, OUTPUT_PROJECTIONS
+from modules.checkpoint.layout import LM_HEAD, OUTPUT_PROJECTIONS
+from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.normalization import Norm

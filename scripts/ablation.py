@@ -16,9 +16,9 @@ from loguru import logger
 
 from analysis.factor_effects import FACTORS
 from analysis.results import Record
-from modules.checkpoint import build_on_meta, load_model
-from modules.checkpoint_config import in_family
+from modules.checkpoint.load import build_on_meta, load_model
 from modules.config import ModelConfig
+from modules.families.registry import in_family
 from modules.training import TrainingOptions, initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage

@@ -25,7 +25,7 @@ from loguru import logger
 
 from analysis.results import Record, make_record, read_records
 from data.files import convert_json, parse_json, replace_file
-from modules.checkpoint import build_on_meta, load_config
+from modules.checkpoint.load import build_on_meta, load_config
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.answerer import Answerer, Call

@@ -26,7 +26,7 @@ from analysis.tables import summary_markdown
 from data.activation_store import ActivationStore
 from data.corpora import parse_corpus
 from data.files import disk_errors, replace_file
-from modules.checkpoint import load_config
+from modules.checkpoint.load import load_config
 from modules.config import ModelConfig
 from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import run_stage

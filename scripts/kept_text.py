@@ -26,7 +26,7 @@ import msgspec
 from loguru import logger
 
 from data.files import only_writer, parse_json
-from modules.checkpoint_files import checkpoint_fingerprint
+from modules.checkpoint.sources import checkpoint_fingerprint
 from pipeline_parallel.launch import current_launch
 from scripts.command_line import progress
 from scripts.self_text import (

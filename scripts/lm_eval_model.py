@@ -17,7 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from loguru import logger
 
-from modules.checkpoint_tokenizer import chat_text
+from modules.checkpoint.tokenizer import chat_text
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
 from scripts.answerer import Answerer, Call

@@ -18,10 +18,10 @@ import torch
 from loguru import logger
 
 from data.files import read_json, sha256_of
-from modules.checkpoint import load_model
-from modules.checkpoint_files import checkpoint_fingerprint
-from modules.checkpoint_manifest import MANIFEST_FILE, interrupted, verify_checkpoint
-from modules.checkpoint_tokenizer import MAIN_FILES, chat_text, open_tokenizer
+from modules.checkpoint.load import load_model
+from modules.checkpoint.manifest import MANIFEST_FILE, interrupted, verify_checkpoint
+from modules.checkpoint.sources import checkpoint_fingerprint
+from modules.checkpoint.tokenizer import MAIN_FILES, chat_text, open_tokenizer
 from modules.decoder import Decoder
 from modules.requests import Decode
 from pipeline_parallel.engine import check_same_everywhere, parallelise

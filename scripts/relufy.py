@@ -21,8 +21,8 @@ import scripts.train
 from analysis.relufication import NAME, VARIANTS
 from analysis.results import Record, make_record
 from data.files import replace_file
-from modules.checkpoint import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
-from modules.checkpoint_files import checkpoint_fingerprint, open_source
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
+from modules.checkpoint.sources import checkpoint_fingerprint, open_source
 from modules.decoder import Decoder
 from modules.training import TrainingOptions
 from pipeline_parallel.mesh import ParallelMesh

@@ -12,8 +12,8 @@ from loguru import logger
 
 from analysis.results import Record, append_record, finished_records
 from analysis.tables import quality_tables
-from modules.checkpoint_files import checkpoint_fingerprint
-from modules.checkpoint_manifest import read_manifest
+from modules.checkpoint.manifest import read_manifest
+from modules.checkpoint.sources import checkpoint_fingerprint
 from modules.sparsity import SparsityStats
 from pipeline_parallel.fused_junction import describe_all_reduce
 from pipeline_parallel.mesh import ParallelMesh

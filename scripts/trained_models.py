@@ -19,8 +19,8 @@ from data.bootstrap import Resampling
 from data.corpora import parse_corpus
 from data.differences import differences
 from data.files import changed_files, only_writer, read_json
-from modules.checkpoint_export import write_model
-from modules.checkpoint_manifest import MANIFEST_FILE, Manifest
+from modules.checkpoint.manifest import MANIFEST_FILE, Manifest
+from modules.checkpoint.write import write_model
 from modules.decoder import Decoder
 from modules.scoring import token_logprobs
 from modules.training import TrainingOptions, train_model

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from data.corpora import iter_documents, parse_corpus
 from data.files import changed_files, read_json, replace_file, sha256_of, write_json
-from modules.checkpoint_tokenizer import MAIN_FILES, TOKENIZER_FILES, open_tokenizer
+from modules.checkpoint.tokenizer import MAIN_FILES, TOKENIZER_FILES, open_tokenizer
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
 from scripts.run_records import hash_of

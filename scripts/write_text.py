@@ -19,7 +19,7 @@ from loguru import logger
 from data.completions import MANIFEST_SUFFIX
 from data.differences import differences
 from data.files import parse_json, read_json, write_json
-from modules.checkpoint_files import checkpoint_fingerprint
+from modules.checkpoint.sources import checkpoint_fingerprint
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions, resolve_model
 from scripts.self_text import write_documents

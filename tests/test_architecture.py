@@ -21,10 +21,10 @@ MAY_IMPORT = {
 }
 OURS = {*MAY_IMPORT, "tests"}
 MAX_LINES = 500
-FAMILY_FILES = re.compile(r"modules/(config|checkpoint\w*)\.py|convert_llama_checkpoint\.py")
+FAMILY_FILES = re.compile(r"modules/(config|families/\w+|checkpoint/\w+)\.py|convert_llama_checkpoint\.py")
 BANNED_FILE_NAME = re.compile(r"(^|_)(new|v\d+|save|old|utils|helpers)(_|$)")
 BANNED_FAMILY = re.compile(r"(?i:llama|smollm|mistral)|(^|_)opt(_|$)|OPT|Opt([A-Z]|$)")
-BANNED_VARIABLES = {"dim", "d", "h", "inp", "ckt", "K", "router"}
+BANNED_VARIABLES = {"dim", "d", "h", "inp", "ckt", "K"}
 
 
 def violations(root: Path) -> list[str]:

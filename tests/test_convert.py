@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import convert_llama_checkpoint
 from convert_llama_checkpoint import run
-from modules.checkpoint import load_model
-from modules.checkpoint_files import ShardFiles
+from modules.checkpoint.load import load_model
+from modules.checkpoint.sources import ShardFiles
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
 

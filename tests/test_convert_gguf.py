@@ -14,8 +14,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from convert_llama_checkpoint import Options, main
-from modules.checkpoint import load_config, load_model
-from modules.checkpoint_gguf import GgufFile
+from modules.checkpoint.gguf import GgufFile
+from modules.checkpoint.load import load_config, load_model
 from modules.config import ModelConfig
 from tests.modules.tiny_kinds import LLAMA, LLAMA3_SCALING, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model

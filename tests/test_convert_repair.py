@@ -13,10 +13,10 @@ from torch import Tensor
 
 from convert_llama_checkpoint import run
 from data.files import only_writer
-from modules.checkpoint import load_model
-from modules.checkpoint_files import ShardFiles
-from modules.checkpoint_manifest import verify_checkpoint
-from tests.modules.test_checkpoint_damage import drop_sums, edit_config, edit_manifest, swap
+from modules.checkpoint.load import load_model
+from modules.checkpoint.manifest import verify_checkpoint
+from modules.checkpoint.sources import ShardFiles
+from tests.modules.checkpoint.test_damage import drop_sums, edit_config, edit_manifest, swap
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import same_weights, save_hf_folder, tiny_decoder
 from tests.test_convert import Convert, add_tokenizer, converter

@@ -10,8 +10,8 @@ import pytest
 from loguru import logger
 from transformers import AutoTokenizer
 
-from modules.checkpoint import load_config
-from modules.checkpoint_tokenizer import open_tokenizer
+from modules.checkpoint.load import load_config
+from modules.checkpoint.tokenizer import open_tokenizer
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
 from tests.test_convert import Convert, add_tokenizer, converter

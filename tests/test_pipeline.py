@@ -20,7 +20,7 @@ import scripts.summarize
 import scripts.train
 from analysis.results import read_records
 from data.activation_store import ActivationStore
-from modules.checkpoint import load_model
+from modules.checkpoint.load import load_model
 from sparse_predictor.store import load_predictors
 from tests.modules.tiny_kinds import KINDS, LLAMA
 from tests.modules.tiny_models import save_hf_folder

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from analysis.results import Record, append_record, make_record
 from data.corpora import iter_documents, token_documents
-from modules.checkpoint import load_model
+from modules.checkpoint.load import load_model
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult
 from pipeline_parallel.engine import generate_on_mesh

@@ -15,7 +15,7 @@ import torch._dynamo.exc
 from loguru import logger
 from torch import Tensor
 
-from modules.checkpoint_export import hf_state_dict
+from modules.checkpoint.write import hf_state_dict
 from modules.decoder import Decoder
 
 # A compiled model is warm once a run is no longer faster than the one before; the first compiles, the second records.

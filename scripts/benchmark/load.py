@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from analysis.results import Record, append_record, environment_stamp, make_record
-from modules.checkpoint import checkpoint_shapes, load_config, load_model
-from modules.checkpoint_writer import CheckpointWriter
+from modules.checkpoint.load import checkpoint_shapes, load_config, load_model
+from modules.checkpoint.write import CheckpointWriter
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh

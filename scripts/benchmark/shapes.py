@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from modules.checkpoint import Prepare, build_on_meta, random_model
+from modules.checkpoint.load import Prepare, build_on_meta, random_model
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data.corpora import iter_documents, parse_corpus, token_documents
-from modules.checkpoint import load_model, read_hf_config
+from modules.checkpoint.load import load_model, read_hf_config
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest

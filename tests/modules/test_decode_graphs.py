@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from modules.checkpoint import random_model
+from modules.checkpoint.load import random_model
 from modules.config import ModelConfig
 from modules.decode_graphs import DecodeGraphs, StepInputs
 from modules.decoder import Decoder

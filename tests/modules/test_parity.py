@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.checkpoint import build_on_meta, load_weights
-from modules.checkpoint_files import StateDict
-from modules.checkpoint_keys import expected_shapes
+from modules.checkpoint.layout import expected_shapes
+from modules.checkpoint.load import build_on_meta, load_weights
+from modules.checkpoint.sources import StateDict
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from tests.modules.tiny_kinds import KINDS, OPT, random_tokens

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modules import training
-from modules.checkpoint_config import to_hf_config
-from modules.checkpoint_export import hf_state_dict
+from modules.checkpoint.write import hf_state_dict
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import to_hf_config
 from modules.normalization import Norm
 from modules.training import (
     NextTokenLoss,
@@ -24,7 +24,7 @@ from modules.training import (
     train_model,
     window_starts,
 )
-from tests.modules.test_checkpoint_config import MIXTURES, mixture
+from tests.modules.families.test_registry import MIXTURES, mixture
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
 
 OPTIONS = TrainingOptions(steps=30, batch_windows=4, window=16, learning_rate=1e-2, seed=1)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modules.checkpoint import random_model
+from modules.checkpoint.load import random_model
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel.all_reduce_choice import SplitPoint

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from modules.checkpoint import load_model
+from modules.checkpoint.load import load_model
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult
 from modules.sampling import SamplingParams

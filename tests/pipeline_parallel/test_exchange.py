@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modules.checkpoint import random_model
+from modules.checkpoint.load import random_model
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.generation import generate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.checkpoint import build_on_meta
+from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
 from modules.decode_step import begin_step, run_step
 from modules.decoder import Decoder

@@ -14,7 +14,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from modules.checkpoint import build_on_meta
+from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel import overlap

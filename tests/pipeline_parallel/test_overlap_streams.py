@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from modules.checkpoint import random_model
+from modules.checkpoint.load import random_model
 from modules.config import ModelConfig
 from modules.normalization import add_norm
 from pipeline_parallel import overlap

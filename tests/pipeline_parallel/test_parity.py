@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data.activation_store import ActivationStore
-from modules.checkpoint import load_model
+from modules.checkpoint.load import load_model
 from pipeline_parallel.mesh import ParallelMesh
 from tests.pipeline_parallel.launching import start_ranks, wait_all
 from tests.pipeline_parallel.parity_cases import (

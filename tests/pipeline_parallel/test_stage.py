@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modules.checkpoint import build_on_meta
+from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh

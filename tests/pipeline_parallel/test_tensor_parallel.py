@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.cache import KVCache
-from modules.checkpoint import build_on_meta, load_weights
-from modules.checkpoint_files import StateDict
-from modules.checkpoint_keys import expected_shapes
+from modules.checkpoint.layout import expected_shapes
+from modules.checkpoint.load import build_on_meta, load_weights
+from modules.checkpoint.sources import StateDict
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Phase

@@ -17,8 +17,8 @@ import scripts.training_text
 from analysis.results import Record, read_records
 from data.corpora import Document, iter_documents
 from data.files import only_writer
-from modules.checkpoint import load_model
-from modules.checkpoint_export import write_model
+from modules.checkpoint.load import load_model
+from modules.checkpoint.write import write_model
 from scripts.ablation import VARIANTS, Options, main, num_parameters, variant_config
 from scripts.trained_models import is_trained, train_once
 from scripts.training_text import TextPlan, encode, prepare_text, train_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.activation_store import ActivationStore
-from modules.checkpoint import load_model
+from modules.checkpoint.load import load_model
 from modules.sparsity import BLOCKS
 from scripts.collect import file_fingerprint, main
 from sparse_predictor.training_data import TrainingBatch, TrainingRows

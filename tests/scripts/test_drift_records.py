@@ -11,7 +11,7 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from analysis.results import Record
-from modules.checkpoint import load_model
+from modules.checkpoint.load import load_model
 from scripts.drift import Options, main
 from scripts.drift_book import DriftBook
 from scripts.drift_records import DriftSettings, drift_records

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modules.checkpoint_export import write_model
+from modules.checkpoint.write import write_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
 from tests.modules.tiny_kinds import LLAMA

@@ -13,13 +13,13 @@ import torch
 import scripts.benchmark.one_gpu
 from analysis.relufication import relufied_pairs
 from analysis.results import read_records
-from modules.checkpoint import load_model
-from modules.checkpoint_config import in_family
-from modules.checkpoint_export import write_model
+from modules.checkpoint.load import load_model
+from modules.checkpoint.write import write_model
+from modules.families.registry import in_family
 from modules.training import initialised_model
 from scripts.relufy import VARIANTS, Options, main, with_activation
 from scripts.training_text import train_tokenizer
-from tests.modules.test_checkpoint_config import mixture
+from tests.modules.families.test_registry import mixture
 from tests.scripts.test_ablation import WORDS, measured, write_text
 
 

@@ -12,7 +12,7 @@ from loguru import logger
 import scripts.benchmark.decode
 from analysis.results import Record, read_records
 from analysis.tables import all_tables
-from modules.checkpoint import load_model, random_model
+from modules.checkpoint.load import load_model, random_model
 from modules.config import ModelConfig
 from modules.scoring import windows_likelihood
 from modules.sparsity import ActiveSet, SelectionContext

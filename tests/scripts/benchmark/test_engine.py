@@ -10,7 +10,7 @@ import scripts.benchmark.first_request
 import scripts.benchmark.prefill
 from analysis.results import read_records
 from analysis.tables import all_tables
-from modules.checkpoint import random_model
+from modules.checkpoint.load import random_model
 from modules.config import ModelConfig
 from modules.generation import generate
 from modules.requests import GenerationRequest

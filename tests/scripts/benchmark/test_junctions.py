@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from modules.checkpoint import build_on_meta
+from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel.communication import ReducingAddNorm

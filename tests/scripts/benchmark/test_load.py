@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from analysis.results import read_records
-from modules.checkpoint_writer import write_checkpoint
+from modules.checkpoint.write import write_checkpoint
 from scripts.benchmark.load import Options, evict, main, weight_files
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_hf_model

@@ -82,7 +82,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def replaced_dir(directory: Path) -> Path:
-    """Where a checkpoint is that is just being replaced by another: see checkpoint_writer."""
+    """Where a checkpoint is that is just being replaced by another: see write."""
     return directory.with_name(directory.name + ".replaced")
 
 

@@ -1,6 +1,6 @@
 """Reading tensors from files, one part at a time: a converted folder, or a Hugging Face folder as it is.
 
-A part is the embeddings, one layer, or the head: see `checkpoint_keys`. Files are memory-mapped, so that whoever
+A part is the embeddings, one layer, or the head: see `layout`. Files are memory-mapped, so that whoever
 needs only a slice of a tensor reads only that slice.
 """
 
@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data.files import read_json
-from modules.checkpoint_keys import locate_hf_names
-from modules.checkpoint_manifest import MANIFEST_FILE, check_part_file, check_small_files, read_manifest
+from modules.checkpoint.layout import locate_hf_names
+from modules.checkpoint.manifest import MANIFEST_FILE, check_part_file, check_small_files, read_manifest
 from modules.config import ModelConfig
 
 CONFIG_FILE = "config.json"

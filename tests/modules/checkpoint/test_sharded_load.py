@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modules.checkpoint import (
+from modules.checkpoint.load import (
     build_on_meta,
     checkpoint_shapes,
     load_model,
     load_weights,
     random_model,
 )
-from modules.checkpoint_files import StateDict, checkpoint_fingerprint
-from modules.checkpoint_writer import write_checkpoint
+from modules.checkpoint.sources import StateDict, checkpoint_fingerprint
+from modules.checkpoint.write import write_checkpoint
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.shards import Shard, set_parameter

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from data.files import read_json
-from modules.checkpoint_files import (
+from modules.checkpoint.layout import EMBEDDINGS, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
+from modules.checkpoint.manifest import MANIFEST_FILE, interrupted, read_manifest
+from modules.checkpoint.sources import (
     CONFIG_FILE,
     Shapes,
     TensorSource,
@@ -29,8 +31,6 @@ from modules.checkpoint_files import (
     is_converted,
     open_source,
 )
-from modules.checkpoint_keys import EMBEDDINGS, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
-from modules.checkpoint_manifest import MANIFEST_FILE, interrupted, read_manifest
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.shards import own_tensor, set_parameter, take_part

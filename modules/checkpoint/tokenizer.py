@@ -15,7 +15,7 @@ import msgspec
 from loguru import logger
 
 from data.files import read_json, write_json
-from modules.checkpoint_files import refuse_pointer
+from modules.checkpoint.sources import refuse_pointer
 
 # What makes a folder have a tokenizer, preferred first, and what may lie beside it.
 MAIN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from modules.checkpoint_config import in_family, to_hf_config
 from modules.config import ModelConfig
+from modules.families.registry import in_family, to_hf_config
 from tests.modules.tiny_kinds import KINDS, LLAMA, LLAMA3_SCALING, OPT
 
 

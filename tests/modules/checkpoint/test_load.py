@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modules.checkpoint import load_config, load_model, random_model
-from modules.checkpoint_keys import expected_shapes, parts
-from modules.checkpoint_writer import write_checkpoint
+from modules.checkpoint.layout import expected_shapes, parts
+from modules.checkpoint.load import load_config, load_model, random_model
+from modules.checkpoint.write import write_checkpoint
 from modules.config import ModelConfig
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
 from tests.modules.tiny_models import same_weights, save_hf_folder, tiny_decoder, tiny_hf_model

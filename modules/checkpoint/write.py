@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from data.files import disk_errors, only_writer, sha256_of, sync_folder, write_json
-from modules.checkpoint import build_on_meta, checkpoint_shapes, parse_config
-from modules.checkpoint_files import (
+from modules.checkpoint.layout import EMBEDDINGS, HEAD, hf_name, parts, tensor_locations
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, parse_config
+from modules.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    FileRecord,
+    PartRecord,
+    directory_sum,
+    replaced_dir,
+)
+from modules.checkpoint.sources import (
     CONFIG_FILE,
     StateDict,
     TensorSource,
@@ -31,15 +40,8 @@ from modules.checkpoint_files import (
     is_converted,
     part_file,
 )
-from modules.checkpoint_keys import EMBEDDINGS, HEAD, parts
-from modules.checkpoint_manifest import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    FileRecord,
-    PartRecord,
-    directory_sum,
-    replaced_dir,
-)
+from modules.decoder import Decoder
+from modules.families.registry import to_hf_config
 from modules.shards import own_tensor
 
 
@@ -226,6 +228,57 @@ def write_checkpoint(
     with only_writer(output_dir), CheckpointWriter(output_dir, hf_config, model_id=model_id, dtype=dtype) as writer:
         for _ in writer.write_parts(StateDict(state_dict, writer.config, writer.shapes, model_id)):
             pass
+
+
+def write_model(
+    model: Decoder,
+    output_dir: str | Path,
+    *,
+    model_id: str,
+    manifest: Mapping[str, Any] | None = None,
+    other_files: Sequence[Path] = (),
+) -> None:
+    """Write a checkpoint folder of a whole decoder, with copies of `other_files` (its tokenizer's) beside it."""
+    writer = CheckpointWriter(
+        output_dir, to_hf_config(model.config), model_id=model_id, dtype=model.dtype, manifest=manifest
+    )
+    with only_writer(output_dir), writer:
+        for path in other_files:
+            with disk_errors(writer.partial_dir / path.name):
+                shutil.copyfile(path, writer.partial_dir / path.name)
+        for _ in writer.write_parts(DecoderTensors(model)):
+            pass
+
+
+class DecoderTensors:
+    """A whole decoder's parameters as a checkpoint has them (a `TensorSource`); ValueError for a part of a model."""
+
+    def __init__(self, model: Decoder) -> None:
+        if model.links is not None or model.shards:
+            raise ValueError("only a whole model can be written as a checkpoint, and this rank holds a part of one")
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.locations = tensor_locations(model, model.config)
+
+    def read_part(self, part: str) -> dict[str, Tensor]:
+        """key -> tensor, a view of the parameter."""
+        return {place.key: self.tensor(name) for name, place in self.locations.items() if place.part == part}
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter as the checkpoint has it."""
+        value = self.parameters[name].detach()
+        return value.t() if self.locations[name].transposed else value
+
+    def where(self, part: str, key: str) -> str:
+        """For messages."""
+        return f"the model in memory: {part} {key}"
+
+
+def hf_state_dict(model: Decoder) -> dict[str, Tensor]:
+    """The model's tensors under the full names that Hugging Face's class has for them."""
+    tensors = DecoderTensors(model)
+    return {
+        hf_name(place.part, place.key, model.config): tensors.tensor(name) for name, place in tensors.locations.items()
+    }
 
 
 def git_commit() -> str | None:

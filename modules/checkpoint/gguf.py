@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modules.checkpoint_config import rope_keys
-from modules.checkpoint_keys import EMBEDDINGS, HEAD
+from modules.checkpoint.layout import EMBEDDINGS, HEAD
 from modules.config import ModelConfig, RopeScaling
+from modules.families.registry import rope_keys
 from modules.positions import rotary_frequencies
 
 LAYER_TENSORS = {
