@@ -5,8 +5,8 @@ text. Then bytes go where they buy most (`budgets.allocate`). Blocks that are sp
 mixtures of that allocation and the uniform one are measured as a whole, and the best one is kept. Thresholds are set in
 that very run. On documents that none of this has seen, the uniform densities and the budget are measured once more.
 
-Where inputs are thinned out, what a layer gets is divided over its matrices as TEAL does it (`greedy.py`): with as much
-for every layer that is TEAL's own allocation, and it is one of those tried.
+Where inputs are thinned out, what a layer gets is divided over its matrices as TEAL does it (`greedy_paths`): with as
+much for every layer that is TEAL's own allocation, and it is one of those tried.
 """
 
 import shlex
@@ -27,11 +27,10 @@ from modules.sparsity import BLOCKS, Block, SparsityStats
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, ModelOptions
 from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, Thresholds, allocate, as_lists, predictors_id
-from sparse_predictor.calibration import load_calibration
 from sparse_predictor.cost import achieved, num_weights, weights_by_density
-from sparse_predictor.greedy import GREEDY_TOKENS, GreedyPath, greedy_paths
 from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity, set_thinning, set_threshold
-from sparse_predictor.sensitivity import block_divergences, divergence_of
+from sparse_predictor.sensitivity import GREEDY_TOKENS, GreedyPath, block_divergences, divergence_of, greedy_paths
+from sparse_predictor.store import load_calibration
 from sparse_predictor.thinning import PROJECTIONS, is_thinning, thin_of, thinned_matrices, thins_attention
 from sparse_predictor.thresholds import set_thresholds_in_run
 

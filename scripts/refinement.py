@@ -16,8 +16,8 @@ from data.corpora import iter_documents, parse_corpus, token_documents
 from scripts.command_line import progress, show_step
 from scripts.model_loading import LoadedModel, ModelOptions
 from scripts.run_records import hash_of
+from sparse_predictor.predictor import PredictorStack
 from sparse_predictor.refine import RefineOptions, refine
-from sparse_predictor.stack import PredictorStack
 from sparse_predictor.training_data import TrainingRows
 
 # A document is known again by so many tokens; where the store holds fewer, since it was cut, by no less than these.

@@ -22,24 +22,22 @@ from scripts.model_loading import resolve_device
 from scripts.refinement import RefinementFlags, check_refinement, number, refine_neurons, refinement_text
 from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.budgets import read_budget
-from sparse_predictor.calibration import load_calibration
 from sparse_predictor.labels import LabelDefinition, default_definition
-from sparse_predictor.predictor import Predictor, Rule, auto_head_rank, auto_rank, auto_standin_rank
-from sparse_predictor.stack import PredictorStack
+from sparse_predictor.predictor import Predictor, PredictorStack, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.store import (
+    AGAIN,
     PredictorManifest,
     check_store,
     finished_predictors,
+    load_calibration,
     load_predictors,
     save_predictors,
     weights_sample,
 )
-from sparse_predictor.tensor_files import AGAIN
 from sparse_predictor.thresholds import calibrate_in_runs, calibrate_thresholds
-from sparse_predictor.train import FitOptions, fit_scores
+from sparse_predictor.train import FitOptions, fit_scores, validation_metrics
 from sparse_predictor.training_data import TrainingRows, describe_store
-from sparse_predictor.validation import validation_metrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from msgspec import Meta
 
 from data.files import check_sums, read_json, write_json
 from modules.sparsity import BLOCKS, Block
-from sparse_predictor.store import Density, parse_manifest
-from sparse_predictor.tensor_files import AGAIN
+from sparse_predictor.store import AGAIN, Density, parse_manifest
 
 Place = tuple[int, Block]
 # Densities between two measured ones are read off the line between them, in steps of so much of a block.

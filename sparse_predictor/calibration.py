@@ -7,21 +7,16 @@ too, each set in the sparse run of its method, as the predictors' own are.
 Legend: D hidden, F neurons, G key-value groups, Q quantiles, M matrices of a layer (`thinning.matrices`), N densities.
 """
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from modules.config import ModelConfig
-from sparse_predictor.tensor_files import AGAIN, read_tensors, write_tensors
 
 NUM_QUANTILES = 1025
 MAX_SORTED = 1 << 19
-FILE_NAME = "calibration.safetensors"
 
 
 def quantiles_of(values: Tensor) -> Tensor:
@@ -115,32 +110,3 @@ class LayerCalibration:
             )
         assert isinstance(value, Tensor)
         return value
-
-
-def save_calibration(directory: Path, layers: dict[int, LayerCalibration]) -> dict[str, str]:
-    """Write FILE_NAME into a predictor directory; returns its sha256 by its name."""
-    tensors = {
-        f"{layer}.{name}": value
-        for layer, calibration in layers.items()
-        for name, value in vars(calibration).items()
-        if value is not None
-    }
-    return {FILE_NAME: write_tensors(directory / FILE_NAME, tensors, {"layers": json.dumps(sorted(layers))})}
-
-
-def load_calibration(directory: Path, sums: Mapping[str, str] | None = None) -> dict[int, LayerCalibration]:
-    """Read what `save_calibration` wrote; `sums`: the manifest's. FileNotFoundError or ValueError name the file."""
-    path = directory / FILE_NAME
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory; {AGAIN}")
-    file = read_tensors(path)
-    fields: dict[int, dict[str, Tensor]] = {}
-    for key, value in file.tensors.items():
-        layer, _, name = key.partition(".")
-        if not layer.isdecimal() or len(layer) > 5 or name not in LayerCalibration.__dataclass_fields__:
-            raise ValueError(f"{path}: unexpected tensor {key[:100]}; {AGAIN}")
-        fields.setdefault(int(layer), {})[name] = value
-    types = {key: torch.float64 if key.endswith(".densities") else torch.float32 for key in file.tensors}
-    file.check({key: torch.empty_like(value, dtype=types[key]) for key, value in file.tensors.items()})
-    file.check_sum(sums or {})
-    return {layer: LayerCalibration(**values) for layer, values in fields.items()}

@@ -20,10 +20,10 @@ from torch import Tensor
 from modules.decoder import Decoder
 from modules.sparsity import Block
 from sparse_predictor.contributions import advance_observed
-from sparse_predictor.losses import relative_magnitude
 from sparse_predictor.low_rank import LowRankMap, RegressionSums
 from sparse_predictor.predictor import Predictor
 from sparse_predictor.streams import Stream, advance
+from sparse_predictor.train import relative_magnitude
 
 # Tokens that pass a layer together: on a GPU more, as each product is a launch.
 CHUNK_TOKENS = {"cpu": 4096, "cuda": 16384}

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from modules.decoder import Decoder
-from sparse_predictor.stack import PredictorStack
+from sparse_predictor.predictor import PredictorStack
 from sparse_predictor.train import ADAM_BETAS, learning_rate_at, load_state, save_state
 
 GRADIENT_NORM = 1.0

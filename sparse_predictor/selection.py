@@ -14,9 +14,9 @@ from modules.feed_forward import unit_norms
 from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats, num_kept
 from sparse_predictor.budgets import DensityBudget, Thresholds, read_budget
-from sparse_predictor.calibration import LayerCalibration, load_calibration, threshold_at
+from sparse_predictor.calibration import LayerCalibration, threshold_at
 from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
-from sparse_predictor.store import Density, load_predictors, parse_manifest, read_manifest
+from sparse_predictor.store import Density, load_calibration, load_predictors, parse_manifest, read_manifest
 from sparse_predictor.thinning import (
     densities_of_matrices,
     is_thinning,

@@ -18,7 +18,7 @@ from torch import Tensor
 from modules.decoder import Decoder
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.low_rank import RegressionSums
-from sparse_predictor.stack import PredictorStack
+from sparse_predictor.predictor import PredictorStack
 from sparse_predictor.streams import Stream, advance, begin_stream
 
 CHUNK_TOKENS = 4096

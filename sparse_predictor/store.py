@@ -1,4 +1,4 @@
-"""Predictors on disk: one safetensors file per layer and block, one manifest; strict in both directions.
+"""Predictors on disk: one small safetensors file per layer and block, one manifest; strict in both directions.
 
     layer_{i}_mlp.safetensors  layer_{i}_attention.safetensors  calibration.safetensors  manifest.json  metrics.json
 
@@ -6,9 +6,11 @@ The manifest is written last: a directory without one is unfinished and is refus
 """
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,17 +18,21 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from msgspec import Meta
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
 
 from data.activation_store import ActivationStore
 from data.differences import differences
-from data.files import convert_json, holder_of, read_json, sha256_of, write_json
+from data.files import convert_json, holder_of, read_json, replace_file, sha256_of, write_json
 from modules.decoder import Decoder
 from modules.sparsity import Block, Reduce
-from sparse_predictor.calibration import LayerCalibration, save_calibration
+from sparse_predictor.calibration import LayerCalibration
 from sparse_predictor.predictor import Predictor, Rule
-from sparse_predictor.tensor_files import AGAIN, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
+CALIBRATION_FILE = "calibration.safetensors"
+AGAIN = "train again, with the same options into the same folder"
 # Options of training that change nothing: where things are (what is read there is compared by itself) and are run.
 PLACES = ("model", "activations", "output_dir", "device", "quiet", "tp_size", "pp_size", "verify")
 
@@ -61,6 +67,63 @@ class PredictorManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise ValueError(f"`{name}` lists something twice")
         if missing := set(self.blocks) - set(self.predictor_rank):
             raise ValueError(f"`predictor_rank` lacks {', '.join(sorted(missing))}")
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """What a file holds; `sha256` is of all its bytes."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    sha256: str
+
+    def check(self, expected: Mapping[str, Tensor]) -> None:
+        """ValueError names the tensor that is missing, not expected, of another shape or type, or not finite;
+        thresholds may be -inf, where everything is kept."""
+        for name in sorted(expected.keys() | self.tensors.keys()):
+            if name not in self.tensors:
+                raise ValueError(f"{self.path}: missing tensor {name}; {AGAIN}")
+            if name not in expected:
+                raise ValueError(f"{self.path}: unexpected tensor {name}; {AGAIN}")
+            found, wanted = self.tensors[name], expected[name]
+            if found.shape != wanted.shape:
+                shapes = f"{list(found.shape)}, expected {list(wanted.shape)}"
+                raise ValueError(f"{self.path}: size mismatch for {name}: {shapes}; {AGAIN}")
+            if found.dtype != wanted.dtype:
+                raise ValueError(f"{self.path}: {name} is of type {found.dtype}, expected {wanted.dtype}; {AGAIN}")
+            usable = found.isfinite()
+            if name.endswith("thresholds"):
+                usable |= found == float("-inf")
+            if not bool(usable.all()):
+                what = "NaN" if bool(found.isnan().any()) else "infinite values"
+                raise ValueError(f"{self.path}: {name} holds {what}; {AGAIN}")
+
+    def check_sum(self, sums: Mapping[str, str]) -> None:
+        """ValueError if the bytes are not those that the manifest was written with (older manifests have no sums)."""
+        if sums and sums.get(self.path.name) != self.sha256:
+            others = [name for name, value in sums.items() if value == self.sha256]
+            what = f"it is {others[0]}" if others else "its sha256 differs from the manifest's"
+            raise ValueError(f"{self.path}: not as it was written ({what}); {AGAIN}")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Replace a file whole; returns its sha256. OSError as `data.files.disk_errors`."""
+    content = save({name: value.contiguous().cpu() for name, value in tensors.items()}, metadata=dict(metadata))
+    replace_file(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_tensors(path: Path) -> TensorFile:
+    """Read a file whole; FileNotFoundError, or ValueError where it is no safetensors file."""
+    content = path.read_bytes()
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+        tensors = load(content)
+    except (SafetensorError, RuntimeError, KeyError, ValueError) as problem:
+        raise ValueError(f"{path}: damaged ({' '.join(str(problem).split())[:200]}); {AGAIN}") from problem
+    return TensorFile(path, tensors, metadata, hashlib.sha256(content).hexdigest())
 
 
 def predictor_file(directory: Path, layer_idx: int, block: Block) -> Path:
@@ -242,3 +305,34 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
             predictors[layer, block] = copy.deepcopy(expected)
             predictors[layer, block].load_state_dict(file.tensors, assign=True)
     return predictors, manifest
+
+
+def save_calibration(directory: Path, layers: dict[int, LayerCalibration]) -> dict[str, str]:
+    """Write CALIBRATION_FILE into a predictor directory; returns its sha256 by its name."""
+    tensors = {
+        f"{layer}.{name}": value
+        for layer, calibration in layers.items()
+        for name, value in vars(calibration).items()
+        if value is not None
+    }
+    return {
+        CALIBRATION_FILE: write_tensors(directory / CALIBRATION_FILE, tensors, {"layers": json.dumps(sorted(layers))})
+    }
+
+
+def load_calibration(directory: Path, sums: Mapping[str, str] | None = None) -> dict[int, LayerCalibration]:
+    """Read what `save_calibration` wrote; `sums`: the manifest's. FileNotFoundError or ValueError name the file."""
+    path = directory / CALIBRATION_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory; {AGAIN}")
+    file = read_tensors(path)
+    fields: dict[int, dict[str, Tensor]] = {}
+    for key, value in file.tensors.items():
+        layer, _, name = key.partition(".")
+        if not layer.isdecimal() or len(layer) > 5 or name not in LayerCalibration.__dataclass_fields__:
+            raise ValueError(f"{path}: unexpected tensor {key[:100]}; {AGAIN}")
+        fields.setdefault(int(layer), {})[name] = value
+    types = {key: torch.float64 if key.endswith(".densities") else torch.float32 for key in file.tensors}
+    file.check({key: torch.empty_like(value, dtype=types[key]) for key, value in file.tensors.items()})
+    file.check_sum(sums or {})
+    return {layer: LayerCalibration(**values) for layer, values in fields.items()}

@@ -53,7 +53,7 @@ def teal(calibration: Mapping[int, LayerCalibration], method: str) -> Thin:
     threshold per layer and matrix, a quantile of calibration text.
 
     Densities are uniform, or those of a budget file, where `scripts.budget` puts what the paper's greedy allocation
-    (algorithm 1) finds (see `greedy.py`). Differs: thresholds are those of the sparse run where they were set in one
+    (algorithm 1) finds (see `greedy_paths`). Differs: thresholds are those of the sparse run where they were set in one
     (the densities of training, and budgets), and with sparse phases `all` every token is thinned out, where the paper
     spares the first half of a text. `teal` thins out the MLP alone, for comparison at equal bytes of it; `teal-all` all
     seven matrices.

@@ -1,5 +1,7 @@
 """Stage A of training: fit the scores of all layers to stored activations, neurons and heads alike.
 
+A loss, what scores are trained towards, is a value: a name in LOSSES, a function of one batch.
+
 Legend: L layers, n rows, D hidden, U units, R rank.
 """
 
@@ -14,19 +16,77 @@ from typing import Any
 
 import torch
 from loguru import logger
+from torch import Tensor
+from torch.nn import functional as F
 
 from data.files import replace_file
-from modules.sparsity import Block, num_kept
+from modules.sparsity import ActiveSet, Block, num_kept
+from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.labels import LabelDefinition, true_active
-from sparse_predictor.losses import LOSSES, LossTargets, relative_magnitude
 from sparse_predictor.low_rank import RegressionSums
-from sparse_predictor.stack import PredictorStack
+from sparse_predictor.metrics import SetOverlap
+from sparse_predictor.predictor import PredictorStack, Rule
 from sparse_predictor.training_data import TrainingBatch, TrainingRows
 
 WARMUP_SHARE = 0.05
 FINAL_LEARNING_RATE_SHARE = 0.02
 ADAM_BETAS = (0.9, 0.95)
 STATE_KEYS = ("stack", "optimizer", "done", "losses")
+# A neuron's weight in the energy-weighted loss: its share of the token's output energy over the mean share, between
+# these. The floor keeps the many small neurons from drifting up; the cap keeps a massive one from being all there is.
+ENERGY_WEIGHT_FLOOR = 0.1
+ENERGY_WEIGHT_CAP = 20.0
+MAGNITUDE_CAP = 12.0
+VALIDATION_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class LossTargets:
+    """`true` bool [L, n, U]: the active units. `contributions` [L, n, U] >= 0: what each unit writes, or None where
+    the store keeps labels only."""
+
+    true: Tensor
+    contributions: Tensor | None
+
+    def sizes(self, loss: str) -> Tensor:
+        """The contributions; ValueError if a loss needs them and there are none."""
+        if self.contributions is None:
+            raise ValueError(
+                f"--loss {loss} needs activations, and this store keeps packed labels only; use --loss bce"
+            )
+        return self.contributions
+
+
+def bce(scores: Tensor, targets: LossTargets) -> Tensor:
+    """Binary cross-entropy on the labels, every unit alike (Deja Vu, Liu et al. 2023, section 4.2): [L]."""
+    return F.binary_cross_entropy_with_logits(scores, targets.true.to(scores.dtype), reduction="none").mean((1, 2))
+
+
+def energy_bce(scores: Tensor, targets: LossTargets) -> Tensor:
+    """Binary cross-entropy weighted by each unit's share of the token's output energy: [L]."""
+    energy = targets.sizes("energy_bce").square()
+    share = energy / energy.mean(-1, keepdim=True).clamp_min(torch.finfo(energy.dtype).tiny)
+    weight = (ENERGY_WEIGHT_FLOOR + share).clamp(max=ENERGY_WEIGHT_CAP)
+    true = targets.true.to(scores.dtype)
+    return F.binary_cross_entropy_with_logits(scores, true, weight=weight, reduction="none").mean((1, 2))
+
+
+def magnitude(scores: Tensor, targets: LossTargets) -> Tensor:
+    """Squared error to the root of each unit's relative contribution: [L]."""
+    return (scores - relative_magnitude(targets.sizes("magnitude"))).square().mean((1, 2))
+
+
+def relative_magnitude(contributions: Tensor) -> Tensor:
+    """sqrt(contribution / the token's mean), capped: what a score has to order, on one scale for all tokens."""
+    mean = contributions.mean(-1, keepdim=True).clamp_min(torch.finfo(contributions.dtype).tiny)
+    return (contributions / mean).clamp(max=MAGNITUDE_CAP).sqrt()
+
+
+LOSSES: dict[str, Callable[[Tensor, LossTargets], Tensor]] = {
+    "bce": bce,
+    "energy_bce": energy_bce,
+    "magnitude": magnitude,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,3 +256,37 @@ def load_state(
     os.replace(path, aside)
     logger.warning(f"{path}: {reason}; it is now {aside.name}, and training starts from the beginning")
     return None
+
+
+@torch.no_grad()
+def validation_metrics(
+    stack: PredictorStack, rows: TrainingRows, label: LabelDefinition, densities: Sequence[float], rule: Rule
+) -> dict[str, Any]:
+    """`{"layers": [...], "at": {density: {"recall": [per layer], "precision": ..., "density": ...}}}`.
+
+    The truth is the label, at the share that a layer keeps where labels are shares. Choosing everything has recall 1,
+    so the density that was really chosen stands beside it.
+    """
+    sample = rows.sample("validation", VALIDATION_ROWS)
+    at: dict[str, dict[str, list[float]]] = {
+        f"{density:g}": {"recall": [], "precision": [], "density": []} for density in densities
+    }
+    for index in range(stack.num_layers):
+        batch = rows.layer_rows(index, sample)
+        scores = stack.layer_scores(index, batch.inputs[0])
+        quantiles = quantiles_of(scores)
+        for density in densities:
+            kept = stack.kept(index, density)
+            share = LabelDefinition(kind=label.kind, share=kept)
+            true = targets_of(batch, rows.block, share).true[0]
+            if rule == "topk":
+                chosen = ActiveSet.from_scores(scores, num_kept(kept, scores.shape[-1])).mask
+            else:
+                chosen = scores >= threshold_at(quantiles, kept)
+            overlap = SetOverlap()
+            overlap.add(chosen, true, None)
+            found = at[f"{density:g}"]
+            found["recall"].append(overlap.recall)
+            found["precision"].append(overlap.precision)
+            found["density"].append(float(chosen.float().mean()))
+    return {"layers": rows.layers, "rows": sum(stop - start for start, stop in sample), "at": at}

@@ -17,9 +17,8 @@ from data.activation_store import ActivationStore
 from data.files import only_writer
 from scripts.command_line import run_stage
 from scripts.train import Options, fit_to_device, main, parse_rank
-from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
-from sparse_predictor.store import load_predictors
+from sparse_predictor.store import load_calibration, load_predictors
 from sparse_predictor.training_data import TrainingRows
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
 from tests.modules.tiny_models import tiny_decoder

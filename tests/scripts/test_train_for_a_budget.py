@@ -15,12 +15,12 @@ from modules.sparsity import SparsityStats
 from scripts.train import Options, main
 from sparse_predictor.budgets import DensityBudget
 from sparse_predictor.labels import LabelDefinition
+from sparse_predictor.predictor import PredictorStack
 from sparse_predictor.selection import Method, Selection, attach_selection
 from sparse_predictor.sensitivity import divergence_of
-from sparse_predictor.stack import PredictorStack
 from sparse_predictor.standin import fit_standins
+from sparse_predictor.train import validation_metrics
 from sparse_predictor.training_data import TrainingRows
-from sparse_predictor.validation import validation_metrics
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, one_error_line, ragged_documents, train

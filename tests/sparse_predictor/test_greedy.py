@@ -10,10 +10,11 @@ from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import DensityBudget, predictors_id
-from sparse_predictor.calibration import load_calibration, quantiles_of, threshold_at
+from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.cost import achieved
-from sparse_predictor.greedy import LEAST, STEP, GreedyPath, greedy_paths
 from sparse_predictor.selection import attach_selection, remove_sparsity
+from sparse_predictor.sensitivity import GREEDY_LEAST, GREEDY_STEP, GreedyPath, greedy_paths
+from sparse_predictor.store import load_calibration
 from sparse_predictor.thinning import thin_of, thinned_by_name, thinned_matrices
 from sparse_predictor.thresholds import set_thresholds_in_run
 from sparse_predictor.training_data import TrainingRows
@@ -52,8 +53,8 @@ def test_each_step_is_the_one_that_costs_least_per_weight(trained: Trained, kind
     assert not any(isinstance(module, ThinnedInput) for module in model.modules()), "the model is dense again"
     for path, least in zip(paths, [0.6, 0.9, 0.4], strict=True):
         assert set(path.sizes) == set(names)
-        saved = sum(STEP * path.sizes[name] for name in path.steps) / sum(path.sizes.values())
-        last = STEP * path.sizes[path.steps[-1]] / sum(path.sizes.values())
+        saved = sum(GREEDY_STEP * path.sizes[name] for name in path.steps) / sum(path.sizes.values())
+        last = GREEDY_STEP * path.sizes[path.steps[-1]] / sum(path.sizes.values())
         assert 1 - least <= saved + 1e-9 and saved - last < 1 - least + 1e-9
         assert len(path.errors) == len(path.steps) + 1 and path.errors[0] == 0.0
         assert path.errors[-1] > 0.0 or kind == "opt", "exact zeros cost nothing"
@@ -75,13 +76,13 @@ def test_each_step_is_the_one_that_costs_least_per_weight(trained: Trained, kind
     for step in paths[0].steps[:4]:
         errors = {}
         for name in names:
-            tried = {**kept, name: kept[name] - STEP}
+            tried = {**kept, name: kept[name] - GREEDY_STEP}
             thresholds = {
                 (0, other): threshold_at(quantiles_of(inputs[other]), density) for other, density in tried.items()
             }
             errors[name] = float((streams(model, tokens, thresholds)[0] - dense).norm())
         assert step == min(names, key=lambda name: (errors[name] - error) / paths[0].sizes[name])
-        kept[step], error = kept[step] - STEP, errors[step]
+        kept[step], error = kept[step] - GREEDY_STEP, errors[step]
 
 
 def test_a_target_takes_its_share_of_the_weights_off_the_path() -> None:
@@ -93,7 +94,7 @@ def test_a_target_takes_its_share_of_the_weights_off_the_path() -> None:
     assert path.densities(0.97) == {"a": 0.95, "b": pytest.approx(1 - 7 / 300)}
     with pytest.raises(ValueError, match="a layer cannot keep 0.8 of its weights, 0.05 of each matrix at least"):
         path.densities(0.8)
-    assert LEAST == 0.05
+    assert GREEDY_LEAST == 0.05
 
 
 def test_matrices_of_a_budget_have_their_own_densities_and_thresholds_of_the_run(trained: Trained) -> None:

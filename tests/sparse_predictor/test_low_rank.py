@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from modules.config import ModelConfig
 from sparse_predictor.calibration import quantiles_of, threshold_at
-from sparse_predictor.losses import LOSSES, LossTargets
 from sparse_predictor.low_rank import RIDGE, RegressionSums
 from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank, auto_standin_rank
+from sparse_predictor.train import LOSSES, LossTargets
 from tests.modules.tiny_kinds import LLAMA, OPT
 
 

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 import sparse_predictor.store
 from data.files import only_writer
 from modules.decoder import Decoder
-from sparse_predictor.calibration import load_calibration
 from sparse_predictor.selection import Selection, attach_selection
-from sparse_predictor.store import load_predictors, parse_manifest, weights_sample
+from sparse_predictor.store import load_calibration, load_predictors, parse_manifest, weights_sample
 from tests.data.spoiled_json import spoiled
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder

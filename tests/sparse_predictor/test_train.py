@@ -20,10 +20,9 @@ from modules.decoder import Decoder
 from modules.feed_forward import unit_norms
 from modules.sparsity import Block
 from sparse_predictor.labels import LabelDefinition
-from sparse_predictor.stack import PredictorStack
-from sparse_predictor.train import FitOptions, fit_scores
+from sparse_predictor.predictor import PredictorStack
+from sparse_predictor.train import FitOptions, fit_scores, validation_metrics
 from sparse_predictor.training_data import TrainingRows
-from sparse_predictor.validation import validation_metrics
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 
