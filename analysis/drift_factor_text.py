@@ -33,7 +33,7 @@ def _effect_sentences(found: Sequence[ReportedEffects], factor: str) -> list[str
     if primary is None:
         return [
             f"{CANNOT_TELL}: they lack recall of neurons in models that differ in nothing else "
-            "(scripts.ablation makes them)."
+            "(scripts.studies.ablation makes them)."
         ]
     if factor not in primary.main:
         return [f"{CANNOT_TELL}: the models of the ablation do not differ in {FACTOR_NAMES[factor]}."]

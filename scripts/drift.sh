@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # How far a preset's embeddings drift, and what explains what predictors lose: bash scripts/drift.sh [PRESET] [flags of
-# python -m scripts.drift]. PRESET is SmolLM2 if none is given, which is sampled: to fit 5 minutes on two cores, 1 on a GPU.
+# python -m scripts.studies.drift]. PRESET is SmolLM2 if none is given, which is sampled: to fit 5 minutes on two cores,
+# 1 on a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/presets.sh
@@ -21,4 +22,4 @@ if [ "$preset" = SmolLM2 ] && ! nvidia-smi -L >/dev/null 2>&1; then
 elif [ "$preset" = SmolLM2 ]; then # its text has to be written first
     flags+=(--test-tokens 16384 --calibration-tokens 32768 --distance-layers 10 --perplexity-windows 32)
 fi
-run_python drift "${flags[@]}" "$@"
+run_python studies.drift "${flags[@]}" "$@"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The controlled experiment, from SmolLM2 to its records: bash scripts/recipes/ablation.sh [FLAGS of python -m scripts.ablation]
+# The controlled experiment, from SmolLM2 to its records: bash scripts/recipes/ablation.sh [FLAGS of
+# python -m scripts.studies.ablation]
 # SmolLM2 writes a text; eight kinds of small model (activation, positions, norm), three seeds each, are trained on it and
 # studied; then SmolLM2 itself is trained on it, with its SiLU and with ReLU (FLAGS are not for that).
 # Variables: NUM_GPUS (1); MODEL, another checkpoint that writes; RUN_DIR (outputs/ablation); TEXT_TOKENS (20000000);
@@ -49,13 +50,13 @@ if [[ $steps = *" models "* ]]; then
     for ((process = 0; process < count; process++)); do
         mine=()
         for ((i = process; i < 8; i += count)); do mine+=("${variants[i]}"); done
-        on_gpu "$((process % num_gpus))" ablation "${text[@]}" --output-dir "$run_dir/models" \
+        on_gpu "$((process % num_gpus))" studies.ablation "${text[@]}" --output-dir "$run_dir/models" \
             --output "$run_dir/ablation.jsonl" --variants "${mine[@]}" "$@"
     done
     all_done
 fi
 
 if [[ $steps = *" relufy "* ]]; then
-    on_gpu 0 relufy --model "$MODEL" "${text[@]}" --output-dir "$run_dir/relufy" --output "$run_dir/relufication.jsonl"
+    on_gpu 0 studies.relufy --model "$MODEL" "${text[@]}" --output-dir "$run_dir/relufy" --output "$run_dir/relufication.jsonl"
     all_done
 fi

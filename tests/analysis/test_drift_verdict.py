@@ -49,7 +49,7 @@ def test_each_question_has_a_paragraph_that_says_what_is_missing() -> None:
     for question in QUESTIONS[1:]:
         assert found[question] == (
             "These records cannot tell: they lack recall of neurons in models that differ in nothing else "
-            "(scripts.ablation makes them)."
+            "(scripts.studies.ablation makes them)."
         )
 
 

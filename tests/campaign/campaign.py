@@ -53,8 +53,8 @@ from tests.campaign.stages import (  # noqa: E402
 # Everything that a stage imports, so that a forked one starts at once.
 PRELOADED = (
     "convert_llama_checkpoint", "lm_eval.evaluator", "scripts.benchmark.agreement", "scripts.budget",
-    "scripts.carried_tasks", "scripts.collect", "scripts.drift", "scripts.evaluate", "scripts.infer",
-    "scripts.lm_eval_model", "scripts.relufy", "scripts.summarize", "scripts.train", "scripts.write_text",
+    "scripts.carried_tasks", "scripts.collect", "scripts.studies.drift", "scripts.evaluate", "scripts.infer",
+    "scripts.lm_eval_model", "scripts.studies.relufy", "scripts.summarize", "scripts.train", "scripts.write_text",
     "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
 COUNTS = {"kills": 60, "damage": 150, "json": 1000, "flags": 150, "pairs": 21}

@@ -61,9 +61,9 @@ COMMANDS = {
     "fold": "scripts.carried_tasks fold --model tiny --answers carried.jsonl --include-path tasks"
     " --output {out} --quiet",
     "summarize": "scripts.summarize --results records.jsonl --output-dir {out} --quiet",
-    "drift": "scripts.drift --model tiny --corpus train.jsonl --output-dir {out} --window 32 --test-tokens 96"
+    "drift": "scripts.studies.drift --model tiny --corpus train.jsonl --output-dir {out} --window 32 --test-tokens 96"
     " --calibration-tokens 512 --max-lookahead 1 --quiet",
-    "relufy": "scripts.relufy --model tiny --corpus train.jsonl --test-corpus test.jsonl --output-dir {out}"
+    "relufy": "scripts.studies.relufy --model tiny --corpus train.jsonl --test-corpus test.jsonl --output-dir {out}"
     " --output relu.jsonl --train-tokens 128 --window 32 --batch-windows 2 --calibration-tokens 512 --test-tokens 96"
     " --speed-densities --predictor-tokens 128 --quiet",
     "agreement": "scripts.benchmark.agreement --model tiny --corpus test.jsonl --output {out} --num-prompts 2"

@@ -13,7 +13,7 @@ IMPORTED = (
     "scripts.infer",
     "scripts.collect",
     "scripts.evaluate",
-    "scripts.drift",
+    "scripts.studies.drift",
     "scripts.train",
     "scripts.summarize",
 )

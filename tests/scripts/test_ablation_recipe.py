@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import scripts.ablation
-from scripts.ablation import VARIANTS
+import scripts.studies.ablation
+from scripts.studies.ablation import VARIANTS
 
 STUB = """#!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$CUDA_VISIBLE_DEVICES" "$NUM_GPUS" "$*" >>calls
@@ -20,7 +20,7 @@ def run_recipe(
     checkout: Path, *flags: str, **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
     """The process, and its calls of Python: GPU, NUM_GPUS and the arguments of each."""
-    shell = Path(scripts.ablation.__file__).parent
+    shell = Path(scripts.studies.ablation.__file__).parents[1]
     (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
     for name in ("presets.sh", "usage.sh", "recipes/ablation.sh"):
         shutil.copy(shell / name, checkout / "scripts" / name)
@@ -41,19 +41,21 @@ def test_every_variant_is_trained_once_and_all_gpus_write(tmp_path: Path, num_gp
     assert sorted(gpu for gpu, _ in written) == [str(gpu) for gpu in range(num_gpus)]
     assert all(f"--seed {gpu} " in text and f"text-{gpu}.jsonl" in text for gpu, text in written)
     assert all(text.endswith(f"--max-tokens {20_000_000 // num_gpus}") for _, text in written)
-    trained = [arguments for _, _, arguments in calls if "scripts.ablation" in arguments]
+    trained = [arguments for _, _, arguments in calls if "scripts.studies.ablation" in arguments]
     names = [name for call in trained for name in call.partition("--variants ")[2].partition(" --")[0].split()]
     assert sorted(names) == sorted(VARIANTS) and all(call.endswith(" --seeds 0") for call in trained)
     texts = " ".join(f"outputs/ablation/text-{gpu}.jsonl" for gpu in range(num_gpus))
     assert all(f"--corpus {texts} c4.jsonl --test-corpus wikitext " in call for call in trained)
-    assert "scripts.relufy --model model --corpus" in calls[-1][2] and {number for _, number, _ in calls} == {"1"}
+    assert "scripts.studies.relufy --model model --corpus" in calls[-1][2] and {number for _, number, _ in calls} == {
+        "1"
+    }
 
 
 def test_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     done, calls = run_recipe(tmp_path, MODEL="model", FAILS="scripts.write_text")
     assert done.returncode == 3 and len(calls) == 1
     done, calls = run_recipe(tmp_path, MODEL="model", STEPS="relufy")
-    assert done.returncode == 0 and "scripts.relufy" in calls[-1][2] and len(calls) == 2
+    assert done.returncode == 0 and "scripts.studies.relufy" in calls[-1][2] and len(calls) == 2
 
 
 def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from data.files import only_writer
 from modules.generation import generate
 from scripts.model_loading import ModelOptions
 from scripts.self_text import up_to_end, vocabulary_words, write_documents
-from scripts.training_text import train_tokenizer
+from scripts.studies.trained_models import train_tokenizer
 from scripts.write_text import Options, main
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder

@@ -31,8 +31,18 @@ from torch import Tensor
 from data.bootstrap import Interval, Resampling, ratio
 from modules.decoder import Decoder
 from modules.sparsity import Block
-from sparse_predictor.distance_measures import BlockMeasures, attached_losses, measure_overlaps, window_losses
-from sparse_predictor.distance_plan import BlockPlan, Setting, Study, amounts_of_text, check_choices, make_plan
+from scripts.studies.distance_measures import (
+    BlockMeasures,
+    BlockPlan,
+    Setting,
+    Study,
+    amounts_of_text,
+    attached_losses,
+    check_choices,
+    make_plan,
+    measure_overlaps,
+    window_losses,
+)
 from sparse_predictor.selection import remove_sparsity
 
 Run = tuple[Block, Setting]

@@ -12,16 +12,15 @@ import pytest
 import torch
 from loguru import logger
 
-import scripts.ablation
-import scripts.training_text
+import scripts.studies.ablation
+import scripts.studies.trained_models
 from analysis.results import Record, read_records
 from data.corpora import Document, iter_documents
 from data.files import only_writer
 from modules.checkpoint.load import load_model
 from modules.checkpoint.write import write_model
-from scripts.ablation import VARIANTS, Options, main, num_parameters, variant_config
-from scripts.trained_models import is_trained, train_once
-from scripts.training_text import TextPlan, encode, prepare_text, train_tokenizer
+from scripts.studies.ablation import VARIANTS, Options, main, num_parameters, variant_config
+from scripts.studies.trained_models import TextPlan, encode, is_trained, prepare_text, train_once, train_tokenizer
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 
@@ -103,21 +102,21 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
         assert [record["metric"] for record in other] == ["perplexity"]
 
     # Interrupted while the second model's records are being made; then its records are there in part.
-    study = scripts.ablation.drift_records
+    study = scripts.studies.ablation.drift_records
 
     def interrupted(*arguments: Any, **more: Any) -> list[Record]:
         if more["labels"]["model"] == TWO[1]:
             raise KeyboardInterrupt
         return study(*arguments, **more)
 
-    monkeypatch.setattr(scripts.ablation, "drift_records", interrupted)
+    monkeypatch.setattr(scripts.studies.ablation, "drift_records", interrupted)
     with pytest.raises(KeyboardInterrupt):
         main(options(tmp_path / "cut"))
-    monkeypatch.setattr(scripts.ablation, "drift_records", study)
+    monkeypatch.setattr(scripts.studies.ablation, "drift_records", study)
     lines = (tmp_path / "whole/records.jsonl").read_text().splitlines(keepends=True)
     with (tmp_path / "cut/records.jsonl").open("a") as file:
         file.writelines(lines[len(lines) // 2 : len(lines) // 2 + 3])
-    monkeypatch.setattr(scripts.trained_models, "train_model", None)  # both are trained
+    monkeypatch.setattr(scripts.studies.trained_models, "train_model", None)  # both are trained
     resumed = main(options(tmp_path / "cut"))
     assert measured(resumed) == measured(records)
     assert measured(read_records(tmp_path / "cut/records.jsonl")) == measured(records)
@@ -253,8 +252,8 @@ def test_no_more_of_the_other_text_is_read_than_is_needed(tmp_path: Path, monkey
             read.append(1)
             yield Document(document_id=str(len(read)), text="the old man sings")
 
-    monkeypatch.setattr(scripts.training_text, "iter_documents", without_end)
-    monkeypatch.setattr(scripts.training_text, "DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(scripts.studies.trained_models, "iter_documents", without_end)
+    monkeypatch.setattr(scripts.studies.trained_models, "DOCUMENTS_AT_ONCE", 4)
     plan = TextPlan(
         corpora=flags["corpus"], other_corpus="c4", vocab_size=300, train_tokens=100, calibration_tokens=32,
         test_tokens=32, window=16,

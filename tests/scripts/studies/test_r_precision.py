@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-import sparse_predictor.distance_measures as distance_measures
-import sparse_predictor.lookahead_fits as lookahead_fits
+import scripts.studies.distance_measures as distance_measures
+import scripts.studies.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
-from sparse_predictor.distance_measures import true_among_best
-from sparse_predictor.distance_study import DistancePoint, distance_study
+from scripts.studies.distance_measures import true_among_best
+from scripts.studies.distance_study import DistancePoint, distance_study
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
-from tests.sparse_predictor.test_distance_study import CALIBRATION, OPTIONS, TEST, Seen, regression, watch
+from tests.scripts.studies.test_distance_study import CALIBRATION, OPTIONS, TEST, Seen, regression, watch
 
 
 def relu() -> Decoder:

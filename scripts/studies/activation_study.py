@@ -30,8 +30,7 @@ from torch import Tensor
 from data.bootstrap import Interval, Resampling, ratio
 from modules.decoder import Decoder
 from modules.sparsity import num_kept
-from sparse_predictor.contributions import advance_observed, largest_writers
-from sparse_predictor.lookahead_fits import chunks_of
+from scripts.studies.lookahead_fits import advance_observed, chunks_of, largest_writers
 from sparse_predictor.selection import remove_sparsity
 from sparse_predictor.streams import advance, begin_stream
 

@@ -4,7 +4,7 @@ Measures the residual stream, what a predictor of active units loses to distance
 themselves; then answers, from the records of all three, what explains a predictor's losses. Under torchrun the ranks
 measure the stream of a model that is cut among them.
 
-python -m scripts.drift --model outputs/smollm2/checkpoint --corpus wikitext --output-dir outputs/smollm2/drift
+python -m scripts.studies.drift --model outputs/smollm2/checkpoint --corpus wikitext --output-dir outputs/smollm2/drift
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from modules.checkpoint.load import load_config
 from modules.config import ModelConfig
 from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import run_stage
-from scripts.drift_records import PARTS, DriftSettings, Part, drift_measure_records, drift_records
-from scripts.drift_sources import StoredStates
-from scripts.drift_text import check_calibration, read_texts
 from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
+from scripts.studies.drift_records import PARTS, DriftSettings, Part, drift_measure_records, drift_records
+from scripts.studies.drift_sources import StoredStates, check_calibration, read_texts
 from sparse_predictor.store import check_store
 
 

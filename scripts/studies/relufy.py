@@ -28,25 +28,27 @@ from modules.training import TrainingOptions
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark import one_gpu
 from scripts.command_line import run_stage
-from scripts.drift_records import DriftSettings, drift_records
-from scripts.drift_text import check_calibration
 from scripts.model_loading import Dtype, model_name, resolve_device, resolve_model
 from scripts.run_records import RecordBook, selection_labels
-from scripts.trained_models import (
+from scripts.studies.drift_records import DriftSettings, drift_records
+from scripts.studies.drift_sources import check_calibration
+from scripts.studies.trained_models import (
+    TextPlan,
+    TrainingText,
     finished_records,
     keep_records,
     loss_record,
     perplexity_record,
+    prepare_text,
     score,
     study_dtype,
     train_once,
     training_identity,
     training_options,
 )
-from scripts.training_text import TextPlan, TrainingText, prepare_text
 from sparse_predictor.selection import Selection, attach_selection
 
-# What ReLU changes is what neurons do and how well they are predicted; drift and far look-aheads are for scripts.drift.
+# What ReLU changes is what neurons do and how well they are predicted; drift and far look-aheads are for `drift`.
 SETTINGS = DriftSettings(parts=("distance", "activation"), max_lookahead=4, distance_layers=8, perplexity_lookaheads=())
 
 

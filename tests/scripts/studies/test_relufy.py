@@ -17,10 +17,10 @@ from modules.checkpoint.load import load_model
 from modules.checkpoint.write import write_model
 from modules.families.registry import in_family
 from modules.training import initialised_model
-from scripts.relufy import VARIANTS, Options, main, with_activation
-from scripts.training_text import train_tokenizer
+from scripts.studies.relufy import VARIANTS, Options, main, with_activation
+from scripts.studies.trained_models import train_tokenizer
 from tests.modules.families.test_registry import mixture
-from tests.scripts.test_ablation import WORDS, measured, write_text
+from tests.scripts.studies.test_ablation import WORDS, measured, write_text
 
 
 def small_model(folder: Path, activation: str = "silu") -> Path:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.drift_text import check_calibration, read_texts
 from scripts.model_loading import ModelOptions
+from scripts.studies.drift_sources import check_calibration, read_texts
 from tests.modules.tiny_kinds import LLAMA
 from tests.sparse_predictor.tiny_stages import model_folder, write_corpus
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import scripts.drift as drift_stage
+import scripts.studies.drift as drift_stage
 from analysis.results import Record, read_records
 from data.files import only_writer
 from scripts.command_line import run_stage
-from scripts.drift import Options, main, write_study
-from scripts.drift_records import PARTS
 from scripts.model_loading import ModelOptions
+from scripts.studies.drift import Options, main, write_study
+from scripts.studies.drift_records import PARTS
 from tests.modules.tiny_kinds import LLAMA
-from tests.scripts.test_drift_records import one
+from tests.scripts.studies.test_drift_records import one
 from tests.sparse_predictor.tiny_stages import collect, model_folder, one_error_line, ragged_documents, write_corpus
 
 
@@ -173,7 +173,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_shell_stage_takes_the_small_model_by_itself_and_samples_it_without_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     for name in ("presets.sh", "usage.sh", "drift.sh"):
-        shutil.copy(Path(drift_stage.__file__).parent / name, tmp_path / "scripts" / name)
+        shutil.copy(Path(drift_stage.__file__).parents[1] / name, tmp_path / "scripts" / name)
     for run in ("smollm2", "opt-125m"):
         (tmp_path / "outputs" / run / "checkpoint").mkdir(parents=True)
         (tmp_path / "outputs" / run / "checkpoint/config.json").write_text("{}")
@@ -184,7 +184,7 @@ def test_the_shell_stage_takes_the_small_model_by_itself_and_samples_it_without_
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     of_small = commanded("--seed", "7")
-    assert of_small.startswith("-m scripts.drift --model outputs/smollm2/checkpoint --corpus self ")
+    assert of_small.startswith("-m scripts.studies.drift --model outputs/smollm2/checkpoint --corpus self ")
     assert " --calibration-corpus self --output-dir outputs/smollm2/drift " in of_small
     assert " --test-tokens " in of_small and of_small.endswith(" --seed 7\n")
     assert commanded("SmolLM2", "--seed", "7") == of_small

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from analysis.results import Record
 from modules.checkpoint.load import load_model
-from scripts.drift import Options, main
-from scripts.drift_book import DriftBook
-from scripts.drift_records import DriftSettings, drift_records
-from sparse_predictor.distance_study import distance_study
+from scripts.studies.distance_study import distance_study
+from scripts.studies.drift import Options, main
+from scripts.studies.drift_records import DriftBook, DriftSettings, drift_records
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import sparse_predictor.lookahead_fits as lookahead_fits
+import scripts.studies.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
-from sparse_predictor.distance_plan import spread_layers
-from sparse_predictor.distance_study import DistancePoint, distance_study
+from scripts.studies.distance_measures import spread_layers
+from scripts.studies.distance_study import DistancePoint, distance_study
 from sparse_predictor.low_rank import RIDGE
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder

@@ -22,20 +22,22 @@ from modules.families.registry import in_family
 from modules.training import TrainingOptions, initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
-from scripts.drift_records import DriftSettings, drift_records
-from scripts.drift_text import check_calibration
 from scripts.model_loading import Dtype, resolve_device
 from scripts.run_records import RecordBook
-from scripts.trained_models import (
+from scripts.studies.drift_records import DriftSettings, drift_records
+from scripts.studies.drift_sources import check_calibration
+from scripts.studies.trained_models import (
+    TextPlan,
+    TrainingText,
     finished_records,
     keep_records,
+    prepare_text,
     score,
     study_dtype,
     train_once,
     training_identity,
     training_options,
 )
-from scripts.training_text import TextPlan, TrainingText, prepare_text
 
 NAME = "ablation"
 VARIANTS = {

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-import sparse_predictor.lookahead_fits as lookahead_fits
+import scripts.studies.lookahead_fits as lookahead_fits
 from data.bootstrap import Resampling
 from modules.decoder import Decoder
-from sparse_predictor.activation_study import ActivationPoint, activation_study
+from scripts.studies.activation_study import ActivationPoint, activation_study
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 

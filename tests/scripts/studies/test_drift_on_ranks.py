@@ -8,7 +8,7 @@ import pytest
 from analysis.results import Record, read_records
 from tests.modules.tiny_kinds import LLAMA
 from tests.pipeline_parallel.launching import start_ranks, wait_all
-from tests.scripts.sharded_drift import MESHES, options, records
+from tests.scripts.studies.sharded_drift import MESHES, options, records
 from tests.sparse_predictor.tiny_stages import model_folder, ragged_documents, write_corpus
 
 
@@ -17,7 +17,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sharded")
     model_folder(made / "model", LLAMA)
     write_corpus(made / "test.jsonl", ragged_documents([100, 200, 150], seed=3))
-    ended = wait_all(start_ranks(["-m", "tests.scripts.sharded_drift", str(made)], 4, forked=True), timeout_s=120)
+    ended = wait_all(
+        start_ranks(["-m", "tests.scripts.studies.sharded_drift", str(made)], 4, forked=True), timeout_s=120
+    )
     assert [rank.exit_code for rank in ended] == [0] * 4, "\n".join(rank.stderr[-2000:] for rank in ended)
     assert "--parts activation, distance: left out" in ended[0].stderr
     return made

@@ -1,5 +1,5 @@
-"""The runs of test_drift_on_ranks.py, by `python -m tests.scripts.sharded_drift FOLDER` on every rank: one start of the
-ranks makes all of them, of which only one is reported in full."""
+"""The runs of test_drift_on_ranks.py, by `python -m tests.scripts.studies.sharded_drift FOLDER` on every rank: one
+start of the ranks makes all of them, of which only one is reported in full."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 from analysis.results import Record
 from pipeline_parallel.launch import current_launch, distributed
-from scripts.drift import Options, main, records_of_model
+from scripts.studies.drift import Options, main, records_of_model
 
 MESHES = {"tp2-pp2": (2, 2), "pp2-dp2": (1, 2)}  # tp, pp; of four ranks the rest is dp
 

@@ -1,0 +1,1 @@
+"""Studies: experiments that use the stages and may be read or deleted without touching them."""
