@@ -33,12 +33,11 @@ def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Pat
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text("{}")
     done = run_shell_stage(tmp_path, stage, "SmolLM2", "--seed", "7 8")
-    assert done.returncode == 0 and done.stdout.startswith(f"-m scripts.{stage} --model outputs/smollm2/checkpoint ")
+    module = "scripts.studies.drift" if stage == "drift" else f"scripts.{stage}"
+    assert done.returncode == 0 and done.stdout.startswith(f"-m {module} --model outputs/smollm2/checkpoint ")
     assert done.stdout.endswith(" --seed 7 8\n") and done.stderr.endswith("--seed 7\\ 8\n")
     distributed = run_shell_stage(tmp_path, stage, "SmolLM2", NUM_GPUS="4")
-    assert distributed.stdout.startswith(
-        f"-m pipeline_parallel.torchrun --standalone --nproc-per-node 4 -m scripts.{stage}"
-    )
+    assert distributed.stdout.startswith(f"-m pipeline_parallel.torchrun --standalone --nproc-per-node 4 -m {module}")
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
