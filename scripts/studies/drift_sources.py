@@ -148,7 +148,7 @@ class StoredStates:
         documents: dict[str, list[tuple[int, int]]] = {}
         for entry in store.documents:
             documents.setdefault(entry.document_id, []).append((entry.start, entry.stop))
-        chosen = _evenly(list(documents.values()), max_rows)
+        chosen = _some_documents(list(documents.values()), max_rows)
         # More groups than that make no better intervals, only larger sums.
         self.num_groups = min(len(chosen), MAX_GROUPS)
         self.num_rows = sum(stop - start for pieces in chosen for start, stop in pieces)
@@ -181,7 +181,7 @@ class StoredStates:
         return states
 
 
-def _evenly(documents: list[list[tuple[int, int]]], max_rows: int) -> list[list[tuple[int, int]]]:
+def _some_documents(documents: list[list[tuple[int, int]]], max_rows: int) -> list[list[tuple[int, int]]]:
     """Every k-th document, with the smallest k for which they hold about `max_rows` rows."""
     sizes = [sum(stop - start for start, stop in pieces) for pieces in documents]
     step = max(1, round(sum(sizes) / max_rows))
@@ -237,7 +237,7 @@ def read_texts(
                 f"corpus {spec!r}: --{name}-tokens asks for {number} windows of {window} tokens, and the text has "
                 f"{len(text)}; at least {MIN_WINDOWS} are needed: give more text or a smaller --window"
             )
-        texts[name] = _evenly(text, number)
+        texts[name] = _evenly_spaced(text, number)
     content = b"".join(text.numpy().tobytes() for text in texts.values())
     check_same_everywhere(loaded.mesh, f"--corpus {corpus}: the text", hash_of(content))
     return texts.get("calibration", texts["test"][:0]), texts["test"]
@@ -256,7 +256,7 @@ def check_calibration(num_tokens: int, window: int, hidden_size: int) -> None:
         )
 
 
-def _evenly(windows: Tensor, wanted: int) -> Tensor:
+def _evenly_spaced(windows: Tensor, wanted: int) -> Tensor:
     return windows[torch.linspace(0, len(windows) - 1, min(wanted, len(windows)), dtype=torch.float64).round().long()]
 
 
