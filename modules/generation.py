@@ -10,16 +10,18 @@ Legend: B batch, T tokens, V vocabulary.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import repeat
+from typing import Protocol
 
 import torch
 from loguru import logger
 from torch import Tensor
 
 from modules.cache import KVCache
-from modules.decode_graphs import can_capture
 from modules.decoder import Decoder
+from modules.graphs import can_capture
 from modules.microbatch import Microbatch, Turn, densities
 from modules.requests import (
     Decode,
@@ -31,9 +33,69 @@ from modules.requests import (
 from modules.scoring import describe_problem, pad_right
 from modules.sparsity import Count, SparsityStats
 from modules.thinned_step import thinned_parts
-from modules.token_exchange import OneProcess, TokenExchange
 
 OnToken = Callable[[int, int, float], object]
+
+
+class TokenExchange(Protocol):
+    """How processes that each run a part of the model stay together (see pipeline_parallel.exchange)."""
+
+    num_microbatches: int  # at most so many groups of rows take turns
+
+    def order(self, num_microbatches: int) -> Iterator[int]:
+        """The micro-batches in the order in which this process works on them, without end."""
+        ...
+
+    def publish(self, microbatch: int, message: list[float]) -> None:
+        """Tell the others what was chosen (called where the head is)."""
+        ...
+
+    def receive(self, microbatch: int, size: int) -> list[float]:
+        """What was chosen in the micro-batch's last turn."""
+        ...
+
+    def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
+        """Call `report` with the sum of `counts` over processes, now or later."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait until all processes are here, ready for the first turn."""
+        ...
+
+    def finish(self) -> None:
+        """Make the calls of `report` that are still owed."""
+        ...
+
+
+class OneProcess:
+    """The exchange of a process that has the whole model."""
+
+    num_microbatches = 1
+
+    def __init__(self) -> None:
+        self._message: list[float] = []
+
+    def order(self, num_microbatches: int) -> Iterator[int]:
+        """See TokenExchange."""
+        return repeat(0)
+
+    def publish(self, microbatch: int, message: list[float]) -> None:
+        """See TokenExchange."""
+        self._message = message
+
+    def receive(self, microbatch: int, size: int) -> list[float]:
+        """See TokenExchange."""
+        return self._message
+
+    def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
+        """See TokenExchange."""
+        report(counts)
+
+    def barrier(self) -> None:
+        """See TokenExchange."""
+
+    def finish(self) -> None:
+        """See TokenExchange."""
 
 
 def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
@@ -102,7 +164,7 @@ def generate(
             loop = _Loop(model, queue, batch_size, eos, exchange, timings or GenerationTimings())
             if warm_up:
                 loop.warm_up()
-            exchange.meet()  # a stage that is ready earlier would count the others' preparations as its waiting
+            exchange.barrier()  # a stage that is ready earlier would count the others' preparations as its waiting
             loop.run(on_token, finish)
         finally:
             if model.stats is not None:

@@ -17,11 +17,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from modules.decode_graphs import DecodeGraphs, StepInputs, StepResult
 from modules.decoder import Decoder
-from modules.penalties import penalised
+from modules.graphs import DecodeGraphs, StepInputs, StepResult
 from modules.requests import RunningRequest
-from modules.sampling import NoChoiceError, NonFiniteLogitsError, SamplingParams, check_finite, sample
+from modules.sampling import NoChoiceError, NonFiniteLogitsError, SamplingParams, check_finite, penalised, sample
 from modules.scoring import chosen_logprobs, logprobs_at, pad_right
 from modules.sparsity import BLOCKS, Block, Phase
 from modules.thinned_input import weights_read

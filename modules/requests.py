@@ -7,8 +7,7 @@ from functools import cache
 from os.path import commonprefix
 from typing import Protocol
 
-from modules.penalties import TokenHistory
-from modules.sampling import SamplingParams
+from modules.sampling import SamplingParams, TokenHistory
 
 
 class Decode(Protocol):

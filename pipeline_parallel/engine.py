@@ -73,14 +73,14 @@ def generate_on_mesh(
     check_same_everywhere(mesh, "what ends a text (generation_config.json)", repr(eos))
     mine = range(mesh.dp_rank, len(requests), mesh.dp_size)
     with ExitStack() as stack:
-        desk = _AnswerDesk(mesh, len(requests), on_finish)
-        if desk.mailbox is not None and mesh.rank == 0:
+        collector = _AnswerCollector(mesh, len(requests), on_finish)
+        if collector.mailbox is not None and mesh.rank == 0:
             watch = current_launch().watch
             assert watch is not None
-            stack.enter_context(watch.on_abort(desk.collect))
+            stack.enter_context(watch.on_abort(collector.collect))
 
         def hear_token(place: int, token_id: int, logprob: float) -> None:
-            desk.collect_now_and_then()
+            collector.collect_now_and_then()
             if on_token is not None:
                 on_token(mine[place], token_id, logprob)
 
@@ -91,20 +91,20 @@ def generate_on_mesh(
             eos_token_ids=eos,
             decode=decode,
             on_token=hear_token,
-            on_finish=(lambda place, result: desk.hand_in(mine[place], result)) if mesh.is_leader else None,
+            on_finish=(lambda place, result: collector.hand_in(mine[place], result)) if mesh.is_leader else None,
             timings=timings,
             exchange=exchange_of(mesh),
             warm_up=warm_up,
         )
         if isinstance(model.links, StageLinks):
             model.links.finish()
-        desk.wait_for_all()
+        collector.wait_for_all()
     if mesh.dp_size > 1:
-        current_launch().meet()
+        current_launch().barrier()
     _add_up_timings(mesh, timings)
 
 
-class _AnswerDesk:
+class _AnswerCollector:
     """Where answers are handed in, by this replica and, through the mailbox, by the others."""
 
     def __init__(

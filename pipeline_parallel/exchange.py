@@ -85,7 +85,7 @@ class ReplicaExchange:
             arriving.append((buffer, work))
         self._owed.append(_Owed(self._turn, own, arriving, report))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """See TokenExchange."""
         dist.all_reduce(torch.zeros(1), group=self.mesh.pp_group)  # of a tensor on the CPU: over gloo, without the GPU
 

@@ -24,7 +24,7 @@ from data.files import only_writer
 from pipeline_parallel.watch import RankWatch
 
 BAD_INPUT = 2
-MEETING_INTERVAL_S = 0.02
+POLL_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,24 +40,24 @@ class Launch:
     watch: RankWatch | None = None
     connect: Callable[[], dist.Store] | None = None
     """A new connection to the store, for a thread that must not wait for another's call."""
-    _meetings: Iterator[int] = field(default_factory=count, repr=False)
+    _call_idx: Iterator[int] = field(default_factory=count, repr=False)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here, however long that takes: a collective has a timeout, and replicas may differ
         by hours. (A rank that dies meanwhile ends the wait, through the watch.)"""
         if self.store is None:
             return
-        key = f"meeting{next(self._meetings)}"
+        key = f"barrier{next(self._call_idx)}"
         self.store.add(key, 1)
         while self.store.add(key, 0) < self.world_size:
-            time.sleep(MEETING_INTERVAL_S)
+            time.sleep(POLL_INTERVAL_S)
 
     def check_same(self, options: Mapping[str, str]) -> None:
         """ValueError on each rank that was given other options than rank 0, naming the first that differs and both
         values. Ranks that disagree would compute wrong results together, or wait for each other forever."""
         if self.store is None:
             return
-        key = f"options{next(self._meetings)}"
+        key = f"options{next(self._call_idx)}"
         if self.rank == 0:
             self.store.set(key, json.dumps(options))
             return

@@ -37,7 +37,7 @@ from modules.decoder import Decoder, HalfBlock
 from modules.forward_pass import ForwardPass, cached_attention_mask
 from modules.normalization import AddNorm, Norm, partial_memory
 from pipeline_parallel.all_reduce_choice import CONFIGS_DIR, SplitPoint, nearest_split_point, read_split_points
-from pipeline_parallel.fused_junction import FusedAddNorm
+from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
 
 OverlapTokens = int | Literal["auto"]

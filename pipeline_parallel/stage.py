@@ -11,7 +11,7 @@ from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass, lookahead_inputs
 from modules.normalization import residual_dtype
 from pipeline_parallel.communication import HandOff
-from pipeline_parallel.fused_junction import FusedAddNorm
+from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
 
 

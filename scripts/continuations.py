@@ -66,7 +66,7 @@ def score_continuations(
         if on_scored is not None:
             on_scored(sum(len(rows[row]) for row in batch))
     if mesh.dp_size > 1:
-        current_launch().meet()
+        current_launch().barrier()
     everybody: dict[int, Score] = {}
     for part in mesh.gather(found):
         everybody.update(part)

@@ -136,7 +136,7 @@ class TextFile:
         with contextlib.ExitStack() as held:
             if self._is_first:
                 self._lock(held)
-            current_launch().meet()  # however long the first rank waits: a collective has a timeout
+            current_launch().barrier()  # however long the first rank waits: a collective has a timeout
             yield
 
     def append(self, documents: Sequence[Sequence[int]]) -> None:

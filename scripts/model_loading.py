@@ -25,7 +25,7 @@ from modules.checkpoint.tokenizer import MAIN_FILES, chat_text, open_tokenizer
 from modules.decoder import Decoder
 from modules.requests import Decode
 from pipeline_parallel.engine import check_same_everywhere, parallelise
-from pipeline_parallel.fused_junction import AllReduce, choose_all_reduce
+from pipeline_parallel.fused_add_norm import AllReduce, choose_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import OverlapTokens, check_overlap_tokens, choose_overlap

@@ -15,7 +15,7 @@ from analysis.tables import quality_tables
 from modules.checkpoint.manifest import read_manifest
 from modules.checkpoint.sources import checkpoint_fingerprint
 from modules.sparsity import SparsityStats
-from pipeline_parallel.fused_junction import describe_all_reduce
+from pipeline_parallel.fused_add_norm import describe_all_reduce
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import overlap_tokens
 from scripts.model_loading import LoadedModel, ModelOptions

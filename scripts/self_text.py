@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from modules.decode_graphs import can_capture
 from modules.generation import generate
+from modules.graphs import can_capture
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
 from pipeline_parallel.engine import exchange_of

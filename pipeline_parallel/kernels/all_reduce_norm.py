@@ -10,7 +10,7 @@ or float16; D a multiple of 8 up to 16384; all contiguous.
 - one-shot, for few tokens: every rank adds up all rows itself and keeps the whole residual. One barrier, at entry.
 - two-shot: rank r owns rows [r * ceil(T / W), (r + 1) * ceil(T / W)): it adds up those, keeps their residual,
   normalises them and stores hidden to all ranks. A barrier at entry and one at exit. Without a multiprocessor of its
-  own (`max_programs` 0) the copy engines move the data (copied_sums.py).
+  own (`max_programs` 0) the copy engines move the data (copied_two_shot.py).
 
 Transports: peer to peer, or multimem (two-shot only, sm_90 and later, where NVLink has multicast), in which the switch
 adds up a load over all ranks and hands a store to all of them.
@@ -32,15 +32,20 @@ whoever captures calls starts with `begin`, and starts with `begin` again what f
 After T. Gond et al. 2025, TokenWeave (arXiv 2505.11329); kernels of our own.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from loguru import logger
 from torch import Tensor
 
 from modules.kernels.add_norm import DTYPES, KINDS, reference_add_norm
 from modules.kernels.arguments import check_tensors
 from modules.kernels.deferred_norm import dependent_launch
-from pipeline_parallel.kernels.copied_sums import copied_two_shot
-from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, launch_shape, owned_rows
-from pipeline_parallel.kernels.meeting import check_launch, is_interpreted
+from pipeline_parallel.kernels.barrier import begin, check_launch, is_interpreted
+from pipeline_parallel.kernels.copied_two_shot import copied_two_shot
 from pipeline_parallel.kernels.workspace import Workspace, check_num_tokens
 
 try:
@@ -50,6 +55,39 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
     triton = None
 
 STRATEGIES = ("one-shot", "two-shot")
+ELEMENTS_PER_THREAD = 8  # 16 bytes of each peer under way at once
+# All programs run at once, as they should where they wait for each other: with at most 64 registers a thread, every
+# multiprocessor since Volta holds 32 warps.
+MAX_REGISTERS = 64
+WARPS_A_MULTIPROCESSOR = 32
+MAX_PROGRAMS = 256
+ROWS_A_RANK = 4  # in the test of multimem
+
+
+def owned_rows(num_tokens: int, rank: int, world_size: int) -> range:
+    """The rows whose residual a rank keeps in two-shot: equal blocks, of which the last may be short or empty."""
+    rows = -(-num_tokens // world_size)
+    return range(min(rank * rows, num_tokens), min((rank + 1) * rows, num_tokens))
+
+
+def launch_shape(
+    num_tokens: int,
+    hidden_size: int,
+    world_size: int,
+    strategy: str,
+    num_multiprocessors: int,
+    max_programs: int | None = None,
+) -> tuple[int, int]:
+    """(programs, warps of each), the same on all ranks, as barriers need: of nothing but these values.
+
+    `num_multiprocessors` (of every rank's device) limits the programs to those that run at once; `max_programs` leaves
+    the rest of the device to what runs beside.
+    """
+    block = 1 << (hidden_size - 1).bit_length()
+    num_warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
+    rows = num_tokens if strategy == "one-shot" else -(-num_tokens // world_size)
+    programs = min(rows, MAX_PROGRAMS, WARPS_A_MULTIPROCESSOR // num_warps * num_multiprocessors)
+    return max(1, programs if max_programs is None else min(programs, max_programs)), num_warps
 
 
 def reference_all_reduce_norm(
@@ -73,7 +111,16 @@ if triton is not None:
     from modules.kernels.deferred_norm import wait_for_inputs
     from pipeline_parallel.kernels.barrier import barrier, signal, wait
     from pipeline_parallel.kernels.multimem import load_sum, store_to_all
-    from pipeline_parallel.kernels.peers import pointers_of
+
+    @triton.jit
+    def pointers_of(table, like, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """A tuple of the addresses in `table`, as pointers of the type of `like`."""
+        pointers = ()
+        for rank in tl.static_range(WORLD_SIZE):
+            pointer = tl.load(table + rank).to(like.dtype)
+            # A number tells nothing of its alignment, and without that a load takes 2 bytes at a time.
+            pointers = pointers + (tl.multiple_of(pointer, 16),)  # type: ignore[assignment]
+        return pointers
 
     @triton.jit(do_not_specialize=["first_partial_row", "first_hidden_row", "num_rows", "rank", "tag"])
     def all_reduce_norm_kernel(  # type: ignore[no-untyped-def]
@@ -272,3 +319,40 @@ def all_reduce_norm(
         )
     workspace.turn = 1 - workspace.turn
     return workspace.hidden[:num_tokens], new_residual
+
+
+def verify_transport(workspace: Workspace, gather: Callable[[Any], list[Any]]) -> None:
+    """Give up multicast in `workspace` unless its sums are right on every rank, said once (a collective call).
+
+    `gather` returns everybody's value in order of ranks (`workspace.gatherer`). Not while a CUDA graph is captured.
+    """
+    if workspace.transport != "multimem":
+        return
+    address = workspace.multicast_address
+    num_tokens = min(workspace.max_tokens, ROWS_A_RANK * workspace.world_size)
+    generator = torch.Generator().manual_seed(workspace.rank)
+    partial = torch.randn(num_tokens, workspace.hidden_size, generator=generator).to(workspace.dtype)
+    begin(workspace)
+    workspace.multicast_address = 0
+    expected = sums(workspace, partial)
+    workspace.multicast_address = address
+    found = sums(workspace, partial)
+    # Two orders of a float32 sum may round to neighbours in 16 bits; anything more is wrong.
+    step = torch.finfo(workspace.dtype).eps
+    wrong = [
+        rank
+        for rank, is_right in enumerate(gather(bool(torch.allclose(found, expected, rtol=step, atol=1e-5))))
+        if not is_right
+    ]
+    if wrong:
+        workspace.multicast_address = 0
+        logger.warning(f"sums over NVLink multicast are wrong on ranks {wrong}: all ranks reduce peer to peer")
+
+
+def sums(workspace: Workspace, partial: Tensor) -> Tensor:
+    """float32 [T, D]: this rank's copy of the rounded sum of everybody's `partial`."""
+    workspace.partial(len(partial)).copy_(partial)
+    hidden, _ = all_reduce_norm(
+        workspace, len(partial), None, None, None, None, kind="none", eps=0.0, strategy="two-shot"
+    )
+    return hidden.float()

@@ -30,7 +30,7 @@ MAX_HIDDEN_SIZE = 16384
 HIDDEN_SIZE_STEP = 8  # elements in 16 bytes, which are moved as one
 MAX_RANKS = 8  # of one host's NVLink; a barrier takes a thread per rank
 NUM_PARTIALS = 2
-STREAM_BARRIERS = 2  # whose slots are the last of a pad, as if of so many more programs (stream_meeting.py)
+STREAM_BARRIERS = 2  # whose slots are the last of a pad, as if of so many more programs (copied_two_shot.py)
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 NCCL_MULTICAST = "NCCL_NVLS_ENABLE"
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from modules.kernels.add_norm import fused_add_norm, reference_add_norm
 from modules.kernels.arguments import MAX_ROWS
-from pipeline_parallel import baseline_all_reduce
+from pipeline_parallel import communication
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES as OURS
-from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm
-from pipeline_parallel.kernels.launch_shape import owned_rows
-from pipeline_parallel.kernels.meeting import begin
+from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, owned_rows
+from pipeline_parallel.kernels.barrier import begin
 from pipeline_parallel.kernels.workspace import create_workspace
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.timing import Timing, time_function
@@ -127,7 +126,7 @@ class GpuMethods:
         self.workspace = create_workspace(self.group, max_tokens, hidden_size, dtype, mesh.device)
         self.transport, self.signal_pad = self.workspace.transport, self.workspace.signal_pad
         shape = (max_tokens, hidden_size)
-        self._symmetric = baseline_all_reduce.symmetric_tensor(shape, dtype, mesh.device, self.group)[0]
+        self._symmetric = communication.symmetric_tensor(shape, dtype, mesh.device, self.group)[0]
         self._peer = None if make_peer is None else make_peer(self.group, max_tokens, hidden_size, dtype, mesh.device)
 
     def begin(self) -> None:
@@ -136,7 +135,7 @@ class GpuMethods:
     def leave(self, method: str, partial: Tensor) -> None:
         if method in FUSED:  # whose calls take turns
             self.workspace.partials[:, : len(partial)] = partial
-        elif method not in (PEER, baseline_all_reduce.UNFUSED, "nccl"):
+        elif method not in (PEER, communication.UNFUSED, "nccl"):
             self._symmetric[: len(partial)] = partial
 
     def run(
@@ -154,10 +153,10 @@ class GpuMethods:
         if method == PEER:
             assert self._peer is not None
             return self._peer(partial, residual, weight, EPS)
-        if method not in (baseline_all_reduce.UNFUSED, "nccl"):
+        if method not in (communication.UNFUSED, "nccl"):
             memory = self._symmetric[:num_tokens]
             partial = memory if left else memory.copy_(partial)
-        total = baseline_all_reduce.reduce_by(method, partial, self.group)
+        total = communication.reduce_by(method, partial, self.group)
         return fused_add_norm(total, residual, weight, None, None, kind="rms", eps=EPS, out_dtype=self.dtype)
 
     def owned(self, method: str, num_tokens: int) -> slice:
@@ -246,7 +245,7 @@ class Bench:
     def link_gb_per_s(self, num_bytes: int = LINK_BYTES) -> float:
         """Rate at which every GPU receives from another while it sends as much: the best of several plain copies."""
         assert self.mesh.tp_group is not None
-        copies = baseline_all_reduce.link_copies(num_bytes, self.mesh.device, self.mesh.tp_group)
+        copies = communication.link_copies(num_bytes, self.mesh.device, self.mesh.tp_group)
         timings = {name: self.time(copy, 1, use_cuda_graph=False) for name, copy in copies.items()}
         self.settle()  # before the memory is given back
         rates = {name: timing.achieved_gb_per_s(num_bytes) for name, timing in timings.items()}

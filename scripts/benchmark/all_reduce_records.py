@@ -10,7 +10,7 @@ from loguru import logger
 
 from analysis.results import Record, make_record
 from pipeline_parallel.all_reduce_choice import METHODS, ChoiceTable, choose
-from pipeline_parallel.baseline_all_reduce import UNFUSED
+from pipeline_parallel.communication import UNFUSED
 from scripts.benchmark.all_reduce_bench import OURS, PEER, Point, transport_of
 from scripts.benchmark.timing import Timing
 

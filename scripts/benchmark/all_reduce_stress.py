@@ -23,8 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline_parallel.kernels import copied_sums
-from pipeline_parallel.kernels.stream_meeting import ENTRY
+from pipeline_parallel.kernels import copied_two_shot
+from pipeline_parallel.kernels.copied_two_shot import ENTRY
 from pipeline_parallel.kernels.workspace import Workspace
 from scripts.benchmark.all_reduce_bench import (
     COPIES,
@@ -236,18 +236,18 @@ class Stress:
 def reading_late(pause: Callable[[], None]) -> Iterator[None]:
     """In here this process calls `pause` in every call made of copies, behind the barrier at its entry: all partial
     sums are there, and its peers' are not copied yet."""
-    meet = copied_sums.meet_in_stream
+    unpatched = copied_two_shot.stream_barrier
 
-    def meet_and_pause(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
-        meet(workspace, place, tag)
+    def barrier_and_pause(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
+        unpatched(workspace, place, tag)
         if place == ENTRY:
             pause()
 
-    copied_sums.meet_in_stream = meet_and_pause
+    copied_two_shot.stream_barrier = barrier_and_pause
     try:
         yield
     finally:
-        copied_sums.meet_in_stream = meet
+        copied_two_shot.stream_barrier = unpatched
 
 
 def num_beyond(found: Tensor, expected: Tensor, relative: float, absolute: float) -> Tensor:

@@ -11,8 +11,8 @@ from statistics import median
 
 import torch
 
-from modules.decode_graphs import DecodeGraphs, StepInputs, can_capture
 from modules.decoder import Decoder
+from modules.graphs import DecodeGraphs, StepInputs, can_capture
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, greedy
 

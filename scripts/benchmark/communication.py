@@ -23,8 +23,8 @@ from loguru import logger
 
 from analysis.results import Record, append_record, make_record
 from pipeline_parallel.all_reduce_choice import find_choice_table, read_choice_tables, write_choice_tables
-from pipeline_parallel.baseline_all_reduce import NAMES, UNFUSED
-from pipeline_parallel.fused_junction import FEW_TOKENS
+from pipeline_parallel.communication import NAMES, UNFUSED
+from pipeline_parallel.fused_add_norm import FEW_TOKENS
 from pipeline_parallel.kernels.workspace import require_stated_multicast
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh

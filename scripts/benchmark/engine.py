@@ -17,7 +17,7 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
-from pipeline_parallel.fused_junction import AllReduce
+from pipeline_parallel.fused_add_norm import AllReduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from modules.cache import KVCache
-from modules.decode_graphs import DecodeGraphs, StepInputs, can_capture
 from modules.decoder import Decoder
 from modules.generation import decode_one_token
+from modules.graphs import DecodeGraphs, StepInputs, can_capture
 from modules.sampling import SamplingParams
 from modules.scoring import Likelihood, Window, chosen_logprobs, pad_right
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from loguru import logger
 
 from modules.decoder import Decoder
-from pipeline_parallel.fused_junction import AllReduce, FusedAddNorm, choose_all_reduce, describe_all_reduce
+from pipeline_parallel.fused_add_norm import AllReduce, FusedAddNorm, choose_all_reduce, describe_all_reduce
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import Overlap, choose_overlap
 

@@ -18,7 +18,7 @@ from loguru import logger
 
 from analysis.results import Record, append_record, make_record
 from modules.config import ModelConfig
-from modules.decode_graphs import can_capture
+from modules.graphs import can_capture
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.scoring import Likelihood, windows_likelihood
 from pipeline_parallel.engine import generate_on_mesh

@@ -17,7 +17,7 @@ from torch import Tensor
 from modules.config import ModelConfig
 from pipeline_parallel.all_reduce_choice import SplitPoint, write_split_points
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.fused_junction import FusedAddNorm, choose_all_reduce, describe_all_reduce
+from pipeline_parallel.fused_add_norm import FusedAddNorm, choose_all_reduce, describe_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import DEFAULT_PROGRAMS, Overlap, split_prefills

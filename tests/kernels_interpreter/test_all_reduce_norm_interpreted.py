@@ -14,7 +14,7 @@ import torch
 from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm
-from pipeline_parallel.kernels.meeting import begin
+from pipeline_parallel.kernels.barrier import begin
 from pipeline_parallel.kernels.workspace import STREAM_BARRIERS
 from scripts.benchmark.all_reduce_stress import reading_late
 from tests.pipeline_parallel.kernels import simulated_multicast

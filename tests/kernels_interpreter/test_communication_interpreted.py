@@ -36,7 +36,7 @@ def test_the_kernels_pass_their_checks_and_the_stress(tmp_path: Path, monkeypatc
     shared = SharedMemory(2, 3, 32, torch.bfloat16, 4096)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(
-        all_reduce_bench.baseline_all_reduce,
+        all_reduce_bench.communication,
         "symmetric_tensor",
         lambda shape, dtype, device, group: (torch.zeros(shape, dtype=dtype), None),
     )

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline_parallel import junction_operator, overlap
+from pipeline_parallel import fused_add_norm, overlap
 from pipeline_parallel.communication import ReducingAddNorm
-from pipeline_parallel.fused_junction import FusedAddNorm
-from pipeline_parallel.junction_operator import SymmetricOperator
+from pipeline_parallel.fused_add_norm import FusedAddNorm, SymmetricOperator
 from pipeline_parallel.kernels import all_reduce_norm
 from pipeline_parallel.kernels.workspace import STREAM_BARRIERS
 from pipeline_parallel.mesh import ParallelMesh
@@ -42,7 +41,7 @@ def test_states_are_those_of_the_unfused_junction(kind: str, tmp_path: Path, mon
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
         mesh = ParallelMesh(tp_rank=rank, tp_size=2, device=torch.device("cpu"), tp_group=dist.group.WORLD)
         model = loaded(hf_config, mesh, weights, torch.bfloat16)
-        monkeypatch.setattr(junction_operator, "create_workspace", lambda *arguments: memories[1].workspace(rank))
+        monkeypatch.setattr(fused_add_norm, "create_workspace", lambda *arguments: memories[1].workspace(rank))
 
         def states() -> list[Tensor]:
             cache = model.new_cache(3, 8)

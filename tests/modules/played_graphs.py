@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from modules.cache import KVCache
-from modules.decode_graphs import DecodeGraphs, StepInputs, StepOutputs
 from modules.decoder import Decoder
+from modules.graphs import DecodeGraphs, StepInputs, StepOutputs
 from modules.sampling import SamplingParams
 
 
@@ -48,7 +48,7 @@ def play_graphs(monkeypatch: pytest.MonkeyPatch) -> PlayedGraphs:
         seen.made.append(DecodeGraphs(model, cache))
         return seen.made[-1]
 
-    monkeypatch.setattr("modules.decode_graphs.capture", played)
+    monkeypatch.setattr("modules.graphs.capture", played)
     monkeypatch.setattr("modules.microbatch.DecodeGraphs", made)
     monkeypatch.setattr("modules.generation.can_capture", lambda model: True)
     return seen

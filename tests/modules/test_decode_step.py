@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from modules.decode_graphs import DecodeGraphs, can_capture
 from modules.decode_step import begin_step, can_fuse, run_step
 from modules.decoder import Decoder
 from modules.generation import generate, prefill
+from modules.graphs import DecodeGraphs, can_capture
 from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
 from modules.requests import GenerationRequest
 from sparse_predictor.selection import remove_sparsity
@@ -143,7 +143,7 @@ def fused_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Playe
     """Call it, and generation runs fused steps in played graphs."""
 
     def start() -> PlayedGraphs:
-        monkeypatch.setattr("modules.decode_graphs.can_fuse", lambda model: True)
+        monkeypatch.setattr("modules.graphs.can_fuse", lambda model: True)
         return play_graphs(monkeypatch)
 
     yield start

@@ -16,9 +16,8 @@ from transformers import (
 
 from modules.decoder import Decoder
 from modules.generation import _tell_of_penalties, generate
-from modules.penalties import TokenHistory, penalised
 from modules.requests import GenerationRequest
-from modules.sampling import SamplingParams
+from modules.sampling import SamplingParams, TokenHistory, penalised
 from scripts.command_line import configure_logging
 from tests.modules.played_graphs import PlayedGraphs, play_graphs
 from tests.modules.tiny_kinds import LLAMA, random_tokens

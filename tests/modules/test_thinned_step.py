@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from modules.decode_graphs import can_capture
 from modules.decoder import Decoder
 from modules.generation import generate
+from modules.graphs import can_capture
 from modules.kernels.thinned_rows import thinned_rows
 from modules.requests import GenerationRequest, GenerationResult
 from modules.thinned_step import lay_out_for_kernels, thinned_in_step, thinned_parts
@@ -90,7 +90,7 @@ def test_steps_in_kernels_compute_and_count_what_eager_steps_do(kind: str, monke
     eager = generate(model, requests(), batch_size=1, eos_token_ids=EOS)
     densities = thinned_densities(model)
     monkeypatch.setattr("sparse_predictor.thinning.can_fuse", lambda model: True)
-    monkeypatch.setattr("modules.decode_graphs.can_fuse", lambda model: True)
+    monkeypatch.setattr("modules.graphs.can_fuse", lambda model: True)
     calls: list[int] = []
 
     def heard(*args: Any, **options: Any) -> torch.Tensor:

@@ -15,8 +15,7 @@ from modules.decoder import Decoder
 from pipeline_parallel.all_reduce_choice import SplitPoint
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.fused_junction import FusedAddNorm, choose_all_reduce, describe_all_reduce
-from pipeline_parallel.junction_operator import SymmetricOperator
+from pipeline_parallel.fused_add_norm import FusedAddNorm, SymmetricOperator, choose_all_reduce, describe_all_reduce
 from pipeline_parallel.kernels.workspace import require_stated_multicast
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import Overlap, choose_overlap, split_prefills

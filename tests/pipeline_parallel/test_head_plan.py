@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_parallel.head_plan import plan_heads
+from pipeline_parallel.tensor_parallel import plan_heads
 
 
 @st.composite

@@ -19,7 +19,7 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel import overlap
 from pipeline_parallel.all_reduce_choice import SplitPoint
-from pipeline_parallel.fused_junction import FusedAddNorm
+from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import (
     DEFAULT_PROGRAMS,

@@ -16,9 +16,8 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Phase
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.head_plan import plan_heads
 from pipeline_parallel.mesh import ParallelMesh
-from pipeline_parallel.tensor_parallel import ShardedHead, apply_tensor_parallel, even_range
+from pipeline_parallel.tensor_parallel import ShardedHead, apply_tensor_parallel, even_range, plan_heads
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_hf_model
 

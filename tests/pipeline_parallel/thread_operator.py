@@ -14,9 +14,8 @@ from modules.decoder import Decoder
 from modules.normalization import Norm
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.fused_junction import FusedAddNorm
-from pipeline_parallel.kernels.all_reduce_norm import reference_all_reduce_norm
-from pipeline_parallel.kernels.launch_shape import owned_rows
+from pipeline_parallel.fused_add_norm import FusedAddNorm
+from pipeline_parallel.kernels.all_reduce_norm import owned_rows, reference_all_reduce_norm
 from pipeline_parallel.mesh import ParallelMesh
 
 MAX_TOKENS = 24

@@ -160,7 +160,7 @@ def test_ranks_wait_for_the_first_ones_lock_where_waiting_has_no_timeout(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[bool] = []
-    launch = SimpleNamespace(meet=lambda: held.append(any(cache.glob("*.lock"))))
+    launch = SimpleNamespace(barrier=lambda: held.append(any(cache.glob("*.lock"))))
     monkeypatch.setattr("scripts.kept_text.current_launch", lambda: launch)
     read(load(folder))
     assert held == [True, True], "once per batch"

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from modules.decode_graphs import can_capture
 from modules.decoder import Decoder
 from modules.generation import generate
+from modules.graphs import can_capture
 from modules.requests import GenerationRequest
 from modules.thinned_input import ThinnedInput
 from modules.thinned_step import follows_thinning
@@ -180,7 +180,7 @@ def test_answers_tell_the_share_of_attention_that_was_read(trained: Trained) -> 
 
 def test_only_thinning_by_magnitude_in_mlps_has_kernels(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder(KINDS["llama"])
-    monkeypatch.setattr("modules.decode_graphs.can_fuse", lambda model: True)
+    monkeypatch.setattr("modules.graphs.can_fuse", lambda model: True)
     for method, has_kernels in (("teal", True), ("teal-all", False), ("wina-unrotated", False), ("dense", True)):
         attach_selection(model, selection(method, trained(), 0.5))
         with monkeypatch.context() as patch:

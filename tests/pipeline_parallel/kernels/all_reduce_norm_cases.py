@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_parallel.kernels.launch_shape import owned_rows
+from pipeline_parallel.kernels.all_reduce_norm import owned_rows
 from pipeline_parallel.kernels.workspace import Workspace
 from tests.modules.kernels import add_norm_cases
 

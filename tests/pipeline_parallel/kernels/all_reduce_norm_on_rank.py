@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm
-from pipeline_parallel.kernels.meeting import begin
+from pipeline_parallel.kernels.barrier import begin
 from pipeline_parallel.kernels.workspace import NO_MULTICAST, Workspace, create_workspace
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import Call, handed_over
 

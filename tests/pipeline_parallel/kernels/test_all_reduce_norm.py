@@ -12,14 +12,17 @@ import torch
 
 from modules.kernels.add_norm import KINDS
 from pipeline_parallel.kernels import all_reduce_norm as operator
-from pipeline_parallel.kernels import meeting
+from pipeline_parallel.kernels import barrier
 from pipeline_parallel.kernels.all_reduce_norm import (
+    MAX_REGISTERS,
     STRATEGIES,
+    WARPS_A_MULTIPROCESSOR,
     all_reduce_norm,
+    launch_shape,
+    owned_rows,
     reference_all_reduce_norm,
 )
-from pipeline_parallel.kernels.launch_shape import MAX_REGISTERS, WARPS_A_MULTIPROCESSOR, launch_shape, owned_rows
-from pipeline_parallel.kernels.meeting import begin
+from pipeline_parallel.kernels.barrier import begin
 from pipeline_parallel.kernels.workspace import Workspace, workspace_of
 from tests.modules.kernels import add_norm_cases
 from tests.modules.kernels.compiled import compiles
@@ -116,7 +119,7 @@ def test_a_workspace_on_a_cpu_is_refused() -> None:
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "triton", None)
+    monkeypatch.setattr(barrier, "triton", None)
     with pytest.raises(ValueError, match="triton is not installed"):
         begin(workspace_on_cpu())
     with pytest.raises(ValueError, match="triton is not installed"):
@@ -125,7 +128,7 @@ def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_triton
 def test_more_programs_than_the_pad_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "is_interpreted", lambda: True)
+    monkeypatch.setattr(barrier, "is_interpreted", lambda: True)
     with pytest.raises(ValueError, match="4 programs on 2 ranks need a signal pad of 48 bytes, this one has 40"):
         all_reduce_norm(workspace_on_cpu(5), 4, None, **NO_VECTORS, strategy="one-shot")
     with pytest.raises(ValueError, match="0 programs on 2 ranks need a signal pad of 16 bytes, this one has 8"):

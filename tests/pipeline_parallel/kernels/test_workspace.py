@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline_parallel.kernels import transport, workspace
+from pipeline_parallel.kernels import all_reduce_norm, workspace
 from pipeline_parallel.kernels.workspace import Workspace, create_workspace, require_stated_multicast, workspace_of
 
 PAD_BYTES = 9216
@@ -176,9 +176,9 @@ def test_multimem_is_kept_only_if_its_sums_are_right_everywhere(
         partial = space.partial(num_tokens)
         return partial * (1 + error) if space.multicast_address else partial.clone(), None
 
-    monkeypatch.setattr(transport, "all_reduce_norm", fake_all_reduce_norm)
-    monkeypatch.setattr(transport, "begin", lambda space: None)
-    transport.verify_transport(made, lambda mine: [mine, peer_is_right])
+    monkeypatch.setattr(all_reduce_norm, "all_reduce_norm", fake_all_reduce_norm)
+    monkeypatch.setattr(all_reduce_norm, "begin", lambda space: None)
+    all_reduce_norm.verify_transport(made, lambda mine: [mine, peer_is_right])
     assert made.transport == transport_name
 
 

@@ -105,7 +105,7 @@ def test_the_link_is_as_fast_as_the_fastest_copy(monkeypatch: pytest.MonkeyPatch
     mesh = replace(bench.mesh, tp_group=mock.Mock())
     monkeypatch.setattr(bench, "mesh", mesh)
     copies = {"slow": lambda: 4.0, "fast": lambda: 0.5}
-    monkeypatch.setattr(all_reduce_bench.baseline_all_reduce, "link_copies", lambda *arguments: copies)
+    monkeypatch.setattr(all_reduce_bench.communication, "link_copies", lambda *arguments: copies)
     monkeypatch.setattr(bench, "time", lambda copy, num_calls, use_cuda_graph: milliseconds(copy()))
     assert bench.link_gb_per_s(2 * 10**6) == pytest.approx(4.0)  # 2 MB in half a millisecond
 

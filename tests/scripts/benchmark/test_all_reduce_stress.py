@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from analysis.results import read_records
-from pipeline_parallel.kernels import copied_sums
-from pipeline_parallel.kernels.stream_meeting import ENTRY, EXIT
+from pipeline_parallel.kernels import copied_two_shot
+from pipeline_parallel.kernels.copied_two_shot import ENTRY, EXIT
 from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS
 from scripts.benchmark.all_reduce_stress import (
     ARRIVAL,
@@ -215,9 +215,9 @@ def test_reading_late_comes_between_the_first_barrier_of_a_call_and_its_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[object] = []
-    monkeypatch.setattr(copied_sums, "meet_in_stream", lambda workspace, place, tag: events.append(place))
+    monkeypatch.setattr(copied_two_shot, "stream_barrier", lambda workspace, place, tag: events.append(place))
     with reading_late(lambda: events.append("pause")):
         for place in (ENTRY, EXIT):
-            copied_sums.meet_in_stream(None, place, 156)  # type: ignore[arg-type]
-    copied_sums.meet_in_stream(None, ENTRY, 156)  # type: ignore[arg-type]
+            copied_two_shot.stream_barrier(None, place, 156)  # type: ignore[arg-type]
+    copied_two_shot.stream_barrier(None, ENTRY, 156)  # type: ignore[arg-type]
     assert events == [ENTRY, "pause", EXIT, ENTRY]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from modules import decode_graphs
+from modules import graphs
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from scripts.benchmark import bare_replays
@@ -40,7 +40,7 @@ def test_the_last_token_is_that_of_the_generation(
     expected = [result.token_ids for result in generate(model, requests, eos_token_ids=())]
     made: list[Any] = []
 
-    class Kept(decode_graphs.DecodeGraphs):
+    class Kept(graphs.DecodeGraphs):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
@@ -54,8 +54,8 @@ def test_the_last_token_is_that_of_the_generation(
     assert found is not None and found > 0.0
     (step,) = made[0]._steps.values()
     # Eight steps follow the prefill's token; the last has left its choice as the next one's input.
-    assert step.inputs[decode_graphs._TOKEN].tolist() == [token_ids[-1] for token_ids in expected]
-    assert step.inputs[decode_graphs._LENGTH].tolist() == [7 + 8] * 2
+    assert step.inputs[graphs._TOKEN].tolist() == [token_ids[-1] for token_ids in expected]
+    assert step.inputs[graphs._LENGTH].tolist() == [7 + 8] * 2
 
 
 def test_where_steps_are_no_graphs_there_is_no_number() -> None:

@@ -10,7 +10,7 @@ from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from pipeline_parallel.communication import ReducingAddNorm
-from pipeline_parallel.fused_junction import FusedAddNorm
+from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import Overlap
 from scripts.benchmark import junctions

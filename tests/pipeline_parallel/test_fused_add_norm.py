@@ -17,14 +17,14 @@ from modules.decoder import Decoder
 from pipeline_parallel.all_reduce_choice import ChoiceTable
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.fused_junction import (
+from pipeline_parallel.fused_add_norm import (
     FusedAddNorm,
     choose_all_reduce,
     describe_all_reduce,
     strategy_of,
     why_not_fused,
 )
-from pipeline_parallel.kernels.launch_shape import owned_rows
+from pipeline_parallel.kernels.all_reduce_norm import owned_rows
 from pipeline_parallel.mesh import ParallelMesh
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_hf_model
@@ -166,7 +166,7 @@ def test_what_cannot_be_fused_is_said(
 ) -> None:
     half, hosts = torch.bfloat16, ["here", "here"]
     gather = lambda group: lambda mine: [(host, mine[1]) for host in hosts]  # noqa: E731
-    monkeypatch.setattr("pipeline_parallel.fused_junction.gatherer", gather)
+    monkeypatch.setattr("pipeline_parallel.fused_add_norm.gatherer", gather)
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     assert "pre-norm" in str(refusal(KINDS["opt-post-norm-projected"], half, "cuda"))
@@ -203,7 +203,7 @@ def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
         ("why_not_fused", lambda model, mesh: None),
         ("verify_transport", lambda workspace, gather: None),
     ):
-        monkeypatch.setattr(f"pipeline_parallel.fused_junction.{name}", fake)
+        monkeypatch.setattr(f"pipeline_parallel.fused_add_norm.{name}", fake)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
@@ -227,7 +227,7 @@ def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
 def test_ranks_that_differ_stay_unfused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
     model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh))
-    monkeypatch.setattr("pipeline_parallel.fused_junction.why_not_fused", lambda model, mesh: None)
+    monkeypatch.setattr("pipeline_parallel.fused_add_norm.why_not_fused", lambda model, mesh: None)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, "another"])
     choose_all_reduce(model, mesh, "auto")
@@ -246,7 +246,7 @@ def test_what_adds_up_instead_is_named_as_it_is_on_that_device(
     monkeypatch.setattr(Decoder, "device", mesh.device)
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
     said: list[str] = []
-    monkeypatch.setattr("pipeline_parallel.fused_junction.logger.info", said.append)
+    monkeypatch.setattr("pipeline_parallel.fused_add_norm.logger.info", said.append)
     choose_all_reduce(model, mesh, "auto")
     reason = {
         "cpu": "needs GPUs that share memory, and the model is on cpu",

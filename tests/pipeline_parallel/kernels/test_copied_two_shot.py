@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from pipeline_parallel.kernels import copied_sums, meeting, stream_meeting
-from pipeline_parallel.kernels.stream_meeting import ENTRY, EXIT, meet_in_stream
+from pipeline_parallel.kernels import barrier, copied_two_shot
+from pipeline_parallel.kernels.copied_two_shot import ENTRY, EXIT, stream_barrier
 from pipeline_parallel.kernels.workspace import STREAM_BARRIERS, Workspace, workspace_of
 
 PROGRAMS = 3
@@ -29,10 +29,10 @@ def operations_of(
     """What a rank queues for barriers (place, tag)."""
     queued: list[Operation] = []
     workspace = workspace_on(rank, world_size)
-    monkeypatch.setattr(stream_meeting, "check_launch", lambda programs, workspace: None)
-    monkeypatch.setattr(stream_meeting, "is_interpreted", lambda: False)
+    monkeypatch.setattr(copied_two_shot, "check_launch", lambda programs, workspace: None)
+    monkeypatch.setattr(copied_two_shot, "is_interpreted", lambda: False)
     monkeypatch.setattr(
-        stream_meeting,
+        copied_two_shot,
         "_operations",
         lambda device: (
             lambda address, value: queued.append(("write", address, value)),
@@ -41,7 +41,7 @@ def operations_of(
     )
     for count, (place, tag) in enumerate(barriers, start=1):
         queued.append(("entered", count, 0))
-        meet_in_stream(workspace, place, tag)
+        stream_barrier(workspace, place, tag)
         queued.append(("passed", count, 0))
     return queued
 
@@ -81,10 +81,10 @@ def test_barriers_hold_in_any_interleaving_and_leave_zeros(world_size: int, monk
 
 def test_a_call_of_copies_meets_at_entry_then_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[tuple[int, int]] = []
-    monkeypatch.setattr(copied_sums, "meet_in_stream", lambda workspace, place, tag: met.append((place, tag)))
-    monkeypatch.setattr(copied_sums, "fused_add_norm", lambda partial, residual, *vectors, out, **options: (out, None))
+    monkeypatch.setattr(copied_two_shot, "stream_barrier", lambda workspace, place, tag: met.append((place, tag)))
+    monkeypatch.setattr(copied_two_shot, "fused_add_norm", lambda *arguments, out, **options: (out, None))
     for num_tokens in (1, 0):
-        copied_sums.copied_two_shot(
+        copied_two_shot.copied_two_shot(
             workspace_on(0, 2), num_tokens, range(num_tokens), None, None, None, None, kind="none", eps=0.0
         )
     assert met == [(ENTRY, 4), (EXIT, 4), (ENTRY, 2), (EXIT, 2)]
@@ -95,12 +95,12 @@ def test_ranks_that_differ_wait_so_a_pass_begins_with_what_tells_them_apart(monk
     with pytest.raises(AssertionError, match="all ranks wait"):
         run_in_some_order(queues, random.Random(0))
     tags: list[int] = []
-    monkeypatch.setattr(meeting, "meet", lambda workspace, tag: tags.append(tag))
+    monkeypatch.setattr(barrier, "run_barrier", lambda workspace, tag: tags.append(tag))
     workspace = workspace_on(0, 2)
     for num_tokens in range(4):
         for copies in (False, True):
             workspace.turn = 1
-            meeting.begin(workspace, num_tokens, copies=copies)
+            barrier.begin(workspace, num_tokens, copies=copies)
             assert workspace.turn == 0
     assert len(set(tags)) == 8 and min(tags) > 2 * 2**20 + 2, "nor are they those of calls"
 
@@ -109,9 +109,9 @@ def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(stream_meeting.ctypes, "CDLL", missing)
+    monkeypatch.setattr(copied_two_shot.ctypes, "CDLL", missing)
     with pytest.raises(RuntimeError, match="no CUDA driver with stream memory operations"):
-        stream_meeting._driver.__wrapped__()
+        copied_two_shot._driver.__wrapped__()
 
 
 def test_the_places_have_to_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,11 @@ def test_the_driver_is_asked_in_the_current_stream_and_its_refusal_is_an_error(m
         cuStreamWriteValue32_v2=lambda stream, *values: calls.append(("write", stream.value, *values)) or 0,
         cuStreamWaitValue32_v2=lambda stream, *values: calls.append(("wait", stream.value, *values)) or 801,
     )
-    monkeypatch.setattr(stream_meeting, "check_launch", lambda programs, workspace: None)
-    monkeypatch.setattr(stream_meeting, "is_interpreted", lambda: False)
-    monkeypatch.setattr(stream_meeting, "_driver", lambda: driver)
+    monkeypatch.setattr(copied_two_shot, "check_launch", lambda programs, workspace: None)
+    monkeypatch.setattr(copied_two_shot, "is_interpreted", lambda: False)
+    monkeypatch.setattr(copied_two_shot, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     with pytest.raises(RuntimeError, match=r"cuStreamWaitValue32 failed \(CUDA driver error 801\)"):
-        meet_in_stream(workspace_on(0, 2), ENTRY, -5)
+        stream_barrier(workspace_on(0, 2), ENTRY, -5)
     theirs, mine = 2 * PAD_BYTES + 4 * 2 * PROGRAMS, PAD_BYTES + 4 * (2 * PROGRAMS + 1)
     assert calls == [("write", 77, theirs, 2**32 - 5, 0), ("wait", 77, mine, 2**32 - 5, 1)]

@@ -1,4 +1,16 @@
-"""A barrier that needs no multiprocessor: the streams themselves write to signal pads and wait for them.
+"""Two-shot of all_reduce_norm with copies between the ranks instead of loads and stores by multiprocessors.
+
+    staged[peer] <- partial_peer[my rows]            each peer's part of my rows, by the copy engines
+    hidden[my rows], new_residual <- add_norm(partial[my rows] + staged, ...)     one ordinary kernel, on this GPU alone
+    hidden_peer[my rows] <- hidden[my rows]          to each peer, by the copy engines
+
+with a barrier before the first copy and one after the last. Copies and barriers (copied_two_shot.py) take no
+multiprocessor and wait for none, so what runs beside them keeps its own (as decomposed all-gathers do in torch's
+asynchronous tensor parallelism); alone, a call is slower than the one kernel, which moves and computes at once. The sum
+starts with this rank's own part, the others follow in order of ranks; hidden is computed once and has the same bits
+everywhere.
+
+A barrier that needs no multiprocessor: the streams themselves write to signal pads and wait for them.
 
 A kernel, however small, starts when something leaves a multiprocessor, and a large product of matrices (persistent, one
 program per multiprocessor) leaves none before it ends: beside one of 1.2 ms on an H200 a kernel of one thread waited
@@ -23,8 +35,10 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from pipeline_parallel.kernels.meeting import check_launch, is_interpreted
+from modules.kernels.add_norm import fused_add_norm
+from pipeline_parallel.kernels.barrier import check_launch, is_interpreted
 from pipeline_parallel.kernels.workspace import STREAM_BARRIERS, Workspace
 
 ENTRY: Literal[0] = 0
@@ -32,7 +46,46 @@ EXIT: Literal[1] = 1
 EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
-def meet_in_stream(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
+def copied_two_shot(
+    workspace: Workspace,
+    num_tokens: int,
+    rows: range,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    norm_bias: Tensor | None,
+    bias: Tensor | None,
+    *,
+    kind: str,
+    eps: float,
+) -> Tensor:
+    """This rank's rows of the new residual; the result is in `workspace.hidden` (see `all_reduce_norm`, which checks
+    the arguments and lets the partials take turns). A CUDA graph can hold it."""
+    peers = [peer for peer in range(workspace.world_size) if peer != workspace.rank]
+    mine = slice(rows.start, rows.stop)
+    tag = 2 * num_tokens + 2
+    stream_barrier(workspace, ENTRY, tag)
+    staged = torch.empty(len(peers), len(rows), workspace.hidden_size, dtype=workspace.dtype, device=workspace.device)
+    for place, peer in enumerate(peers):
+        staged[place].copy_(workspace.partial_of(peer, num_tokens)[mine])
+    hidden, new_residual = fused_add_norm(
+        workspace.partial(num_tokens)[mine],
+        residual,
+        weight,
+        norm_bias,
+        bias,
+        kind=kind,
+        eps=eps,
+        out_dtype=workspace.dtype,
+        more=staged,
+        out=workspace.hidden[mine],
+    )
+    for peer in peers:
+        workspace.hidden_of(peer)[mine].copy_(hidden)
+    stream_barrier(workspace, EXIT, tag)
+    return new_residual
+
+
+def stream_barrier(workspace: Workspace, place: Literal[0, 1], tag: int) -> None:
     """Wait, on the device, until every rank has come to ENTRY or EXIT of the call `tag`, not 0 (a collective call).
 
     RuntimeError where the driver refuses, or is not there.

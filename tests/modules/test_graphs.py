@@ -14,9 +14,9 @@ import torch
 
 from modules.checkpoint.load import random_model
 from modules.config import ModelConfig
-from modules.decode_graphs import DecodeGraphs, StepInputs
 from modules.decoder import Decoder
 from modules.generation import generate, prefill
+from modules.graphs import DecodeGraphs, StepInputs
 from modules.requests import GenerationRequest, GenerationResult
 from modules.sampling import SamplingParams
 from tests.modules.played_graphs import PlayedGraphs, greedy_step, play_graphs
