@@ -6,24 +6,15 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
+from analysis.method_styles import method_rank
 from analysis.results import Record
+from data.files import read_json
 
 QUALITY_NAMES = ("perplexity", "accuracy")
-METHOD_ORDER = (
-    "dense",
-    "oracle",
-    "predictor",
-    "cats",
-    "teal",
-    "teal-all",
-    "wina-unrotated",
-    "griffin",
-    "static",
-    "random",
-)
 # Labels that tables show or group by; any other one that differs is named beside the method.
 SETTING_LABELS = ("model", "method", "phase")
 VISIBLE_LABELS = (*SETTING_LABELS, "task", "corpus", "mlp_density", "head_density")
@@ -194,10 +185,6 @@ def group_by_task(rows: Iterable[Comparison]) -> dict[tuple[str, str, str], list
     for row in rows:
         groups.setdefault((row.model, row.task, row.metric), []).append(row)
     return groups
-
-
-def method_rank(method: str) -> int:
-    return METHOD_ORDER.index(method) if method in METHOD_ORDER else len(METHOD_ORDER)
 
 
 def setting_order(row: Comparison) -> tuple[Any, ...]:
@@ -409,3 +396,54 @@ def shared_settings(labels: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 def _machine(record: Record) -> str:
     """The environment without its date, as text."""
     return json.dumps({**record["environment"], "date": None}, sort_keys=True)
+
+
+CEILINGS_FILE = Path(__file__).parent / "results" / "ceilings.json"
+Kind = Literal["read_gb_per_s", "matmul_tflops"]
+# What a record measured of the card, and what it is a ceiling of. Of a link between cards there is another.
+MEASURED_CEILINGS: dict[str, tuple[str, Kind]] = {
+    "ceiling_gb_per_s": ("achieved_gb_per_s", "read_gb_per_s"),
+    "ceiling_gb_per_s_each": ("achieved_gb_per_s_each", "read_gb_per_s"),
+    "ceiling_tflops_each": ("tflops_each", "matmul_tflops"),
+}
+OF_LINKS = "communication"
+
+Ceilings = dict[str, dict[Kind, float]]
+
+
+def ceilings_of(records: Iterable[Record]) -> Ceilings:
+    """The highest of each kind by device: of the file and of these records."""
+    found: Ceilings = {device: dict(known) for device, known in read_json(CEILINGS_FILE, Ceilings).items()}
+    for record in records:
+        known = found.setdefault(device_of(record), {})
+        for name, (_, kind) in MEASURED_CEILINGS.items():
+            if record.get(name) and record["name"] != OF_LINKS:
+                known[kind] = max(known.get(kind, 0.0), record[name])
+    return found
+
+
+def with_one_ceiling(records: Sequence[Record]) -> list[Record]:
+    """The records, each share of a ceiling taken anew from the one of its card."""
+    ceilings = ceilings_of(records)
+    return [_of_the_card(record, ceilings) for record in records]
+
+
+def _of_the_card(record: Record, ceilings: Ceilings) -> Record:
+    if record.get("share_of_ceiling") is None or record["name"] == OF_LINKS:
+        return record
+    for name, (achieved, kind) in MEASURED_CEILINGS.items():
+        if record.get(name) and record.get(achieved):
+            ceiling = ceilings[device_of(record)][kind]
+            return {**record, name: ceiling, "share_of_ceiling": record[achieved] / ceiling}
+    return record
+
+
+def ceiling_text(records: Sequence[Record]) -> str:
+    """For a caption: the ceilings that the shares of these records are of."""
+    found: dict[str, None] = {}
+    for record in records:
+        for name, (_, kind) in MEASURED_CEILINGS.items():
+            if record.get("share_of_ceiling") is not None and record.get(name):
+                unit = "GB/s read" if kind == "read_gb_per_s" else "TFLOP/s"
+                found[f"{record[name]:.0f} {unit}"] = None
+    return f"ceiling {' and '.join(found)}, the highest seen on this card" if found else ""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from analysis.drift_facts import DENSITY_LABELS, at_usual_density, by_label, chosen, usual_density
-from analysis.factor_effects import Outcome, outcome_values
+from analysis.effects import Outcome, outcome_values
 from analysis.intervals import Estimate, estimate_of, mean_with_interval
 from analysis.results import Record
+from analysis.studies import DENSITY_LABELS, at_usual_density, by_label, chosen, usual_density
 
 # Numbers by look-ahead, out of records of one study, one rank and one metric.
 ByLookahead = dict[int, Estimate]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from analysis.drift_distance_facts import DistanceFacts, ablation_distance_facts, distance_facts
-from analysis.drift_facts import BLOCKS, cosines, layer_correlation, studied_models
 from analysis.intervals import Estimate, share_of_gain, share_of_loss
 from analysis.results import Record
+from analysis.studies import BLOCKS, cosines, layer_correlation, studied_models
 from analysis.wording import ANSWER_ORDER, CANNOT_TELL, SHORT_ANSWERS, WORDS, at_most, judge, with_interval
 
 # The most alike and the least; the plot has the others.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.ablation_effects import ReportedEffects
-from analysis.factor_effects import FACTORS, LEVEL_NAMES, FactorEffects
+from analysis.effects import FactorEffects, RelufiedPair, ReportedEffects, relufied_pairs
 from analysis.intervals import Estimate, difference
-from analysis.relufication import RelufiedPair, relufied_pairs
 from analysis.results import Record
+from analysis.studies import FACTORS, LEVEL_NAMES
 from analysis.wording import CANNOT_TELL, headline, no_larger_than, with_interval
 
 FACTOR_NAMES = {"activation": "the activation function", "positions": "the positions", "norm": "the norm"}

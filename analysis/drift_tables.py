@@ -6,23 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from analysis.ablation_effects import ReportedEffects, reported_effects, with_derived
 from analysis.comparison import latest_records, shared_settings
 from analysis.drift_distance_facts import distance_facts
 from analysis.drift_distance_text import TOLD_COSINES
-from analysis.drift_facts import (
-    BLOCKS,
-    chosen,
-    compared_models,
-    cosines,
-    pooled,
-    studied_models,
-)
-from analysis.factor_effects import FACTORS, LEVEL_NAMES, outcome_values
+from analysis.effects import ReportedEffects, outcome_values, relufied_pairs, reported_effects, with_derived
 from analysis.formatting import EMPTY_CELL, Table
 from analysis.intervals import Estimate, difference
-from analysis.relufication import relufied_pairs
 from analysis.results import Record
+from analysis.studies import BLOCKS, FACTORS, LEVEL_NAMES, chosen, compared_models, cosines, pooled, studied_models
 from analysis.wording import with_interval
 
 SECTION_TITLES = {

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.ablation_effects import reported_effects
 from analysis.drift_distance_text import drift_text
 from analysis.drift_factor_text import factor_text, most_text, relufication_text
-from analysis.drift_facts import STUDY_NAMES
-from analysis.factor_effects import FACTORS
+from analysis.effects import reported_effects
 from analysis.results import Record
+from analysis.studies import FACTORS, STUDY_NAMES
 
 FACTOR_QUESTIONS = {
     "activation": "Does the activation function explain it?",

@@ -22,16 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from analysis.embedding_drift import (
-    POINTS,
-    AddUp,
-    Measure,
-    StateMoments,
-    StateRows,
-    StateSource,
-    resampling_of,
-    spread,
-)
+from analysis.embedding_drift import POINTS, AddUp, Measure, StateMoments, StateRows, StateSource, resampling_of, spread
 
 CKA_VARIANTS = ("raw", "standardised", "no_massive")
 MAX_ROWS = 256  # of a minibatch

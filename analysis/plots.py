@@ -1,35 +1,248 @@
-"""Plots from records, as matplotlib figures; each returns None where the records hold nothing to draw."""
+"""Plots of quality records, as matplotlib figures; each returns None where the records hold nothing to draw."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
+from typing import Literal
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from analysis.accuracy import compare_accuracy
-from analysis.accuracy_plot import plot_accuracy, plot_accuracy_layers
+from analysis.accuracy import AccuracyComparison, AccuracyRow, compare_accuracy
 from analysis.comparison import Comparison, compare, group_by_task
-from analysis.drift_facts import studied_models
-from analysis.drift_plots import plot_cosine_layers, plot_distance
-from analysis.drift_trait_plots import plot_effects, plot_energy, plot_rank_and_text, plot_reuse
-from analysis.formatting import format_number
-from analysis.layer_plots import plot_layer_density, plot_layer_quality
-from analysis.method_styles import (
-    METHOD_STYLES,
-    SPARE_STYLES,
-    Point,
-    draw_dense,
-    draw_legend,
-    draw_lines,
-    one_panel,
-    series_label,
-    series_of,
+from analysis.drift_plots import (
+    plot_cosine_layers,
+    plot_distance,
+    plot_effects,
+    plot_energy,
+    plot_rank_and_text,
+    plot_reuse,
 )
+from analysis.formatting import format_number
+from analysis.method_styles import METHOD_STYLES, SPARE_STYLES, THIN_ATTENTION, method_rank
 from analysis.results import Record
+from analysis.studies import studied_models
+
+DASHES = ("-", "--", ":", "-.")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting's place in a plot; `stderr` of y, where it has one."""
+
+    setting: Comparison
+    x: float
+    y: float
+    stderr: float | None = None
+
+
+def series_of(points: Iterable[Point]) -> dict[str, list[Point]]:
+    """Points by the label of their line, each line by rising x; lines in the order of methods."""
+    series: dict[str, list[Point]] = {}
+    for point in sorted(points, key=_line_order):
+        series.setdefault(series_label(point.setting), []).append(point)
+    return series
+
+
+def _line_order(point: Point) -> tuple[int, str, str, float]:
+    return method_rank(point.setting.method), point.setting.method, series_label(point.setting), point.x
+
+
+def draw_lines(axes: Axes, points: Sequence[Point]) -> None:
+    """A line per series; bars of one standard error where the points have one."""
+    styles = styles_of([point.setting for point in points])
+    for label, members in series_of(points).items():
+        colour, marker, dash = styles[label]
+        x, y = [point.x for point in members], [point.y for point in members]
+        axes.plot(x, y, label=label, color=colour, marker=marker, linestyle=dash, markersize=5)
+        stderrs = [point.stderr or 0.0 for point in members]
+        if any(stderrs):
+            axes.errorbar(x, y, stderrs, fmt="none", ecolor=colour, elinewidth=0.8, capsize=2)
+
+
+def draw_dense(axes: Axes, value: float, *, is_best: Literal["lowest", "highest"]) -> None:
+    """The dense model as a line of its own across the plot, named on the side where nothing else is."""
+    axes.axhline(value, color=METHOD_STYLES["dense"][0], linewidth=1, zorder=1)
+    axes.annotate(
+        "dense",
+        (0.99, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -3 if is_best == "lowest" else 3),
+        textcoords="offset points",
+        ha="right",
+        va="top" if is_best == "lowest" else "bottom",
+        fontsize=8,
+    )
+
+
+def draw_legend(axes: Axes) -> None:
+    """Beside the plot where it would cover the lines."""
+    if len(axes.get_legend_handles_labels()[1]) > 6:
+        axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def series_label(row: Comparison) -> str:
+    """The name of a setting's line: alike at all its densities."""
+    label = row.series
+    if row.mlp_density < 1 and row.head_density < 1 and row.method not in THIN_ATTENTION:
+        label += f", head density {format_number(row.head_density)}"
+    return label + (f" ({row.phase})" if row.phase not in ("", "all") else "")
+
+
+def styles_of(rows: Iterable[Comparison]) -> dict[str, tuple[str, str, str]]:
+    """Colour and marker by method; further variants of one method differ by their dashes."""
+    styles: dict[str, tuple[str, str, str]] = {}
+    num_variants: dict[str, int] = {}
+    for row in sorted(rows, key=lambda row: (method_rank(row.method), row.method, series_label(row))):
+        if series_label(row) in styles:
+            continue
+        if row.method not in num_variants and row.method not in METHOD_STYLES:
+            spare = sum(method not in METHOD_STYLES for method in num_variants)
+            num_variants[row.method] = 0
+            colour, marker = SPARE_STYLES[spare % len(SPARE_STYLES)]
+        elif row.method in METHOD_STYLES:
+            colour, marker = METHOD_STYLES[row.method]
+        else:
+            colour, marker = next(
+                (colour, marker) for label, (colour, marker, _) in styles.items() if label.startswith(row.method)
+            )
+        dash = DASHES[num_variants.get(row.method, 0) % len(DASHES)]
+        num_variants[row.method] = num_variants.get(row.method, 0) + 1
+        styles[series_label(row)] = (colour, marker, dash)
+    return styles
+
+
+def one_panel() -> tuple[Figure, Axes]:
+    """An empty figure of the size of all line plots."""
+    figure = Figure(figsize=(7.0, 4.3), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+NEARLY_ALL = 0.9995  # printed as 100 %
+BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}
+
+
+def plot_layer_quality(rows: Sequence[Comparison]) -> Figure | None:
+    """Heat maps of each layer's recall and precision: a line per setting, a column per layer."""
+    return _plot_layers(rows, ("recall", "precision"))
+
+
+def plot_layer_density(rows: Sequence[Comparison]) -> Figure | None:
+    """A heat map of the density that each layer really ran at."""
+    return _plot_layers(rows, ("density",))
+
+
+def _tells_something(per_layer: Sequence[float | None]) -> bool:
+    """Whether some layer is not at 100 %: an oracle's recall, and the density of heads that are all computed, are."""
+    return any(share is not None and share < NEARLY_ALL for share in per_layer)
+
+
+def _plot_layers(rows: Sequence[Comparison], quantities: Sequence[str]) -> Figure | None:
+    panels = []
+    for block in BLOCK_NAMES:
+        for quantity in quantities:
+            chosen = [
+                row
+                for row in rows
+                if row.method != "dense" and _tells_something(row.layers.get(block, {}).get(quantity) or ())
+            ]
+            if chosen:
+                panels.append((block, quantity, chosen))
+    if not panels:
+        return None
+    heights = [1.1 + 0.22 * len(chosen) for _, _, chosen in panels]
+    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (block, quantity, chosen) in zip(all_axes, panels, strict=True):
+        num_layers = max(len(row.layers[block][quantity]) for row in chosen)
+        values = np.full((len(chosen), num_layers), np.nan)
+        for line, row in zip(values, chosen, strict=True):
+            per_layer = row.layers[block][quantity]
+            line[: len(per_layer)] = [np.nan if share is None else share for share in per_layer]
+        image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+        densities = [row.mlp_density if block == "mlp" else row.head_density for row in chosen]
+        names = [
+            f"{series_label(row)}, {format_number(density)}" for row, density in zip(chosen, densities, strict=True)
+        ]
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("layer")
+        axes.set_title(f"{quantity}, {BLOCK_NAMES[block]} (line: method, density)", fontsize=9, loc="left")
+        figure.colorbar(image, ax=axes, format=lambda share, _: f"{100 * share:.0f} %")
+    return figure
+
+
+def accuracy_points(found: AccuracyComparison) -> list[Point]:
+    """Every setting that has a mean, dense included, at (achieved MLP density, mean accuracy in %)."""
+    points = []
+    for row in found.rows:
+        if row.mean is None:
+            continue
+        achieved = row.achieved(lambda cell: cell.achieved_mlp_density)
+        density = row.setting.mlp_density if achieved is None else achieved
+        stderr = None if row.mean.stderr is None else 100 * row.mean.stderr
+        points.append(Point(row.setting, density, 100 * row.mean.value, stderr))
+    return points
+
+
+def plot_accuracy(found: AccuracyComparison) -> Figure | None:
+    """The mean over the tasks that tell something; dense as a line with one standard error around it."""
+    points = accuracy_points(found)
+    sparse = [point for point in points if point.setting.method != "dense"]
+    dense = next((point for point in points if point.setting.method == "dense"), None)
+    if not any(point.x != 1 for point in sparse):
+        return None
+    figure, axes = one_panel()
+    if dense is not None:
+        draw_dense(axes, dense.y, is_best="highest")
+        spread = dense.stderr or 0.0
+        axes.axhspan(dense.y - spread, dense.y + spread, color=METHOD_STYLES["dense"][0], alpha=0.1, linewidth=0)
+    draw_lines(axes, sparse)
+    axes.set_xlabel("MLP density (share of neurons active)")
+    axes.set_ylabel(f"accuracy (%), mean of {len(found.counted)} tasks ± standard error")
+    draw_legend(axes)
+    return figure
+
+
+def plot_accuracy_layers(found: AccuracyComparison) -> Figure | None:
+    """Recall and precision per layer, the mean over tasks."""
+    return plot_layer_quality([_with_mean_layers(row) for row in found.rows])
+
+
+def _with_mean_layers(row: AccuracyRow) -> Comparison:
+    known = [cell.layers for cell in row.cells.values()]
+    blocks = dict.fromkeys(block for layers in known for block in layers)
+    return replace(
+        row.setting, layers={block: _mean_of_block([each.get(block, {}) for each in known]) for block in blocks}
+    )
+
+
+def _mean_of_block(tasks: Sequence[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
+    quantities = dict.fromkeys(quantity for each in tasks for quantity in each)
+    return {
+        quantity: _mean_of_layers([each[quantity] for each in tasks if quantity in each]) for quantity in quantities
+    }
+
+
+def _mean_of_layers(tasks: Sequence[Sequence[float | None]]) -> list[float | None]:
+    layers = []
+    for shares in zip(*tasks, strict=True):
+        known = [share for share in shares if share is not None]
+        layers.append(mean(known) if known else None)
+    return layers
+
 
 # Ratios above it are cut off: a random choice's would leave no room for those that anybody would use.
 HIGHEST_RATIO = 20.0

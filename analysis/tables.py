@@ -9,22 +9,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from analysis import (
-    accuracy_table,
-    communication_table,
-    decode_table,
-    drift_tables,
-    engine_table,
-    equal_bytes,
-    kernel_table,
+from analysis import accuracy, drift_tables, rivals, speed_tables
+from analysis.comparison import (
+    Comparison,
+    compare,
+    device_of,
+    group_by_task,
+    latest_records,
+    shared_settings,
+    with_one_ceiling,
 )
-from analysis.ceilings import with_one_ceiling
-from analysis.comparison import Comparison, compare, device_of, group_by_task, latest_records, shared_settings
-from analysis.drift_facts import STUDY_NAMES
 from analysis.drift_verdict import verdict
-from analysis.findings import RIVALS
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_range, format_ratio, format_share
+from analysis.method_styles import RIVALS
 from analysis.results import Record
+from analysis.studies import STUDY_NAMES
 from data.files import replace_file
 
 # Where all heads are active throughout, their densities are not worth two columns.
@@ -201,16 +200,16 @@ def snippet_of(record: Record) -> str:
     """Which table a record goes to."""
     if record["name"] == "perplexity":
         return "main"
-    return decode_table.NAME if decode_table.is_one_gpu_decode(record) else record["name"]
+    return speed_tables.DECODE if speed_tables.is_one_gpu_decode(record) else record["name"]
 
 
 def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of each table; first `main`, then accuracy and what is compared at equal bytes."""
-    first = ("main", accuracy_table.NAME, equal_bytes.NAME)
+    first = ("main", accuracy.ACCURACY, rivals.EQUAL_BYTES)
     found: dict[str, list[Record]] = {name: [] for name in first}
     for record in records:
         found.setdefault(snippet_of(record), []).append(record)
-    found[equal_bytes.NAME] = found["main"]
+    found[rivals.EQUAL_BYTES] = found["main"]
     return {name: chosen for name, chosen in found.items() if chosen}
 
 
@@ -222,18 +221,18 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
     for snippet, chosen in records_by_snippet(records).items():
         if snippet == "main":  # with the speeds of the same settings
             tables[snippet] = main_tables(records)
-        elif snippet == accuracy_table.NAME:  # with these and the perplexities
-            tables[snippet] = accuracy_table.accuracy_tables(records)
-        elif snippet == equal_bytes.NAME:
-            tables[snippet] = equal_bytes.equal_bytes_tables(chosen)
-        elif snippet == decode_table.NAME:
-            tables[snippet] = decode_table.decode_tables(chosen)
-        elif snippet in engine_table.NAMES and all(map(engine_table.is_of_engine, chosen)):
-            tables[snippet] = engine_table.engine_tables(chosen, snippet)
-        elif snippet == kernel_table.NAME:
-            tables[snippet] = kernel_table.kernel_tables(chosen)
-        elif snippet == communication_table.NAME:
-            tables[snippet] = communication_table.communication_tables(chosen)
+        elif snippet == accuracy.ACCURACY:  # with these and the perplexities
+            tables[snippet] = accuracy.accuracy_tables(records)
+        elif snippet == rivals.EQUAL_BYTES:
+            tables[snippet] = rivals.equal_bytes_tables(chosen)
+        elif snippet == speed_tables.DECODE:
+            tables[snippet] = speed_tables.decode_tables(chosen)
+        elif snippet in speed_tables.ENGINE_NAMES and all(map(speed_tables.is_of_engine, chosen)):
+            tables[snippet] = speed_tables.engine_tables(chosen, snippet)
+        elif snippet == speed_tables.KERNEL:
+            tables[snippet] = speed_tables.kernel_tables(chosen)
+        elif snippet == speed_tables.COMMUNICATION:
+            tables[snippet] = speed_tables.communication_tables(chosen)
         elif snippet in STUDY_NAMES:
             tables[snippet] = drift_tables.study_tables(snippet, chosen)
         else:
@@ -244,12 +243,12 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
 def quality_tables(records: Sequence[Record]) -> list[Table]:
     """What most people look for, of these records; all tables where there is nothing of it."""
     tables = all_tables(records)
-    found = [table for name in ("main", accuracy_table.NAME, equal_bytes.NAME) for table in tables.get(name, ())]
+    found = [table for name in ("main", accuracy.ACCURACY, rivals.EQUAL_BYTES) for table in tables.get(name, ())]
     return found or [table for group in tables.values() for table in group]
 
 
 def section_title(name: str) -> str:
-    titles = {"main": "Quality and speed", accuracy_table.NAME: "Accuracy", equal_bytes.NAME: "At equal bytes"}
+    titles = {"main": "Quality and speed", accuracy.ACCURACY: "Accuracy", rivals.EQUAL_BYTES: "At equal bytes"}
     return (titles | drift_tables.SECTION_TITLES).get(name, name)
 
 
@@ -294,11 +293,11 @@ def short_tables(tables: Mapping[str, Sequence[Table]]) -> dict[str, list[Table]
             )
             for table in tables.get("main", ())
         ],
-        f"{decode_table.NAME}_short": [
+        f"{speed_tables.DECODE}_short": [
             _shortened(
                 table, SHORT_DECODE, lambda row: row.get("batch", "1") == "1" and row["× our dense"] != EMPTY_CELL
             )
-            for table in tables.get(decode_table.NAME, ())
+            for table in tables.get(speed_tables.DECODE, ())
             if "× our dense" in table.columns
         ],
     }

@@ -11,10 +11,10 @@ from pathlib import Path
 from loguru import logger
 
 from analysis.comparison import contradictions
-from analysis.findings import findings
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import read_records
+from analysis.rivals import findings
 from analysis.tables import environment_lines, quality_tables, summary_markdown, update_readmes
 from data.files import disk_errors, only_writer, replace_file
 from scripts.command_line import progress, run_stage

@@ -14,8 +14,8 @@ from typing import Any
 
 from loguru import logger
 
-from analysis.factor_effects import FACTORS
 from analysis.results import Record
+from analysis.studies import FACTORS
 from modules.checkpoint.load import build_on_meta, load_model
 from modules.config import ModelConfig
 from modules.families.registry import in_family

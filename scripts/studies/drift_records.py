@@ -12,10 +12,10 @@ from typing import Any, Literal
 from loguru import logger
 from torch import Tensor
 
-from analysis.drift_facts import DENSITY_LABELS
 from analysis.embedding_drift import AddUp, DriftSums, Measure, StateMoments, StateRows, StateSource
 from analysis.linear_cka import CkaSums
 from analysis.results import Record, environment_stamp, make_record
+from analysis.studies import DENSITY_LABELS
 from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import progress

@@ -18,7 +18,7 @@ from loguru import logger
 
 import scripts.collect
 import scripts.train
-from analysis.relufication import NAME, VARIANTS
+from analysis.effects import RELUFICATION, VARIANTS
 from analysis.results import Record, make_record
 from data.files import replace_file
 from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
@@ -173,7 +173,7 @@ def run_variant(
     identity = identity_of(directory, text, training, variant)
     labels = labels_of(options, variant)
     made = {"training": identity}
-    if (finished := finished_records(book, NAME, labels, made)) is not None:
+    if (finished := finished_records(book, RELUFICATION, labels, made)) is not None:
         logger.info(f"{variant}: its records are in {options.output}")
         return finished
     if is_trained_on:
@@ -190,9 +190,9 @@ def run_variant(
         model = load_model(folder, dtype=dtype, device=device)
     else:
         model = with_activation(directory, activation, dtype, device)
-    loss, records = score(NAME, labels, model, text, options.test_corpus)
+    loss, records = score(RELUFICATION, labels, model, text, options.test_corpus)
     records += drift_records(
-        model, text.calibration, text.held_out, labels=labels, name=NAME, settings=SETTINGS, quiet=options.quiet
+        model, text.calibration, text.held_out, labels=labels, name=RELUFICATION, settings=SETTINGS, quiet=options.quiet
     )
     return keep_records(book, [*records, loss], made)
 
@@ -222,15 +222,15 @@ def run_sparse(
     labels = {**labels_of(options, variant), **selection_labels(selection, num_layers), "batch_size": 1}
     amounts = {name: getattr(options, name) for name in ("predictor_tokens", "prompt_tokens", "decode_tokens")}
     made = {"training": identity, "amounts": amounts}
-    if (finished := finished_records(book, NAME, labels, made, last="tokens_per_s")) is not None:
+    if (finished := finished_records(book, RELUFICATION, labels, made, last="tokens_per_s")) is not None:
         return finished
     train_predictors(options, text, folder, predictors, labels["dtype"])
     model = load_model(
         folder, dtype=study_dtype(options.dtype, resolve_device(options.device)), device=resolve_device(options.device)
     )
-    dense = loss_record(NAME, labels, model, text.held_out)["value"]
+    dense = loss_record(RELUFICATION, labels, model, text.held_out)["value"]
     attach_selection(model, selection)
-    quality = perplexity_record(loss_record(NAME, labels, model, text.held_out), dense)
+    quality = perplexity_record(loss_record(RELUFICATION, labels, model, text.held_out), dense)
     del model
     (timed,) = one_gpu.run(
         one_gpu.Options(
@@ -251,7 +251,7 @@ def run_sparse(
     )
     extras = {name: timed[name] for name in ("achieved", "bytes_per_step", "achieved_gb_per_s", "ceiling_gb_per_s")}
     speed = make_record(
-        NAME,
+        RELUFICATION,
         labels,
         "tokens_per_s",
         timed["value"],

@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from analysis.factor_effects import FACTORS
 from analysis.results import Record, make_record
+from analysis.studies import FACTORS
 
 ENVIRONMENT = {"device": "Example GPU", "num_devices": 1, "date": "2026-03-04T05:06:07+00:00"}
 COMMON = {"num_tokens": 4096, "dtype": "float32", "seed": 0}

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.accuracy import TaskColumn, chance_of, compare_accuracy
-from analysis.accuracy_plot import accuracy_points, plot_accuracy, plot_accuracy_layers
-from analysis.accuracy_table import accuracy_tables
-from analysis.plots import all_figures, save_figures
+from analysis.accuracy import TaskColumn, accuracy_tables, chance_of, compare_accuracy
+from analysis.plots import accuracy_points, all_figures, plot_accuracy, plot_accuracy_layers, save_figures
 from analysis.report import build_report
 from analysis.results import Record
 from analysis.tables import all_tables, update_readme

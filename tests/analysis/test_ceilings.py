@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-import analysis.ceilings
-from analysis.ceilings import FILE, ceiling_text, ceilings_of, with_one_ceiling
+import analysis.comparison
+from analysis.comparison import CEILINGS_FILE, ceiling_text, ceilings_of, with_one_ceiling
 from analysis.results import Record, make_record, read_records
 from analysis.tables import all_tables
 from data.files import read_json
@@ -35,7 +35,7 @@ def test_shares_are_of_the_highest_ceiling_of_the_card() -> None:
 
 def test_the_file_holds_where_these_records_are_lower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"Example GPU": {"read_gb_per_s": 8000.0}}')
-    monkeypatch.setattr(analysis.ceilings, "FILE", tmp_path / "c.json")
+    monkeypatch.setattr(analysis.comparison, "CEILINGS_FILE", tmp_path / "c.json")
     (found,) = with_one_ceiling([record(2000.0, 4000.0)])
     assert found["share_of_ceiling"] == 0.25 and found["ceiling_gb_per_s"] == 8000.0
     (table,) = all_tables([record(2000.0, 4000.0)])["kernel"]
@@ -50,8 +50,8 @@ def test_shares_of_links_and_records_without_one_are_left_alone() -> None:
 
 def test_the_committed_file_is_no_lower_than_any_committed_record() -> None:
     """Raise the number in analysis/results/ceilings.json where a card was seen to be faster."""
-    known = read_json(FILE, dict[str, dict[str, float]])
-    records = read_records(*sorted(FILE.parent.glob("*.jsonl")))
+    known = read_json(CEILINGS_FILE, dict[str, dict[str, float]])
+    records = read_records(*sorted(CEILINGS_FILE.parent.glob("*.jsonl")))
     for device, ceilings in ceilings_of([one for one in records if one["environment"].get("device") != "cpu"]).items():
         for kind, ceiling in ceilings.items():
             assert known[device][kind] >= ceiling, (device, kind)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from analysis.communication_table import communication_tables
 from analysis.results import Record, make_record
+from analysis.speed_tables import communication_tables
 
 STAMP = {"device": "GPU", "date": "2026-11-28"}
 

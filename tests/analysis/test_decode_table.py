@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from analysis.decode_table import decode_tables, is_one_gpu_decode
 from analysis.results import Record, append_record, make_record, read_records
+from analysis.speed_tables import decode_tables, is_one_gpu_decode
 from analysis.tables import all_tables, summary_markdown, update_readme
 
 ENVIRONMENT = {"device": "Example GPU", "num_devices": 1, "date": "2026-01-02T03:04:05+00:00"}

@@ -12,7 +12,7 @@ from IPython.display import Markdown
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
-from analysis.drift_facts import study_records
+from analysis.studies import study_records
 from tests.analysis.made_up_drift import whole_study
 
 ROOT = Path(__file__).parents[2]

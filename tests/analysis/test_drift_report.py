@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from analysis.ablation_effects import reported_effects
-from analysis.drift_facts import compared_models, cosine_records, lost_by_layer, pooled, studied_models
-from analysis.drift_plots import plot_distance, plot_layers
+from analysis.drift_plots import plot_distance, plot_effects, plot_energy, plot_layers, plot_reuse
 from analysis.drift_tables import study_tables
-from analysis.drift_trait_plots import plot_effects, plot_energy, plot_reuse
-from analysis.factor_effects import FACTORS
+from analysis.effects import reported_effects
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import Record
+from analysis.studies import FACTORS, compared_models, cosine_records, lost_by_layer, pooled, studied_models
 from analysis.tables import all_tables, summary_markdown, update_readme
 from tests.analysis.made_up_drift import ablation_record, lookahead_record, record, whole_study
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.ablation_effects import reported_effects
 from analysis.drift_verdict import answers, verdict
+from analysis.effects import reported_effects
 from analysis.results import Record, make_record
 from tests.analysis.made_up_drift import ablation, lookahead_record, record
 

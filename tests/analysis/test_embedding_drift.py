@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.embedding_drift import (
-    DriftSums,
-    Measure,
-    StateMoments,
-    StateRows,
-)
+from analysis.embedding_drift import DriftSums, Measure, StateMoments, StateRows
 from analysis.linear_cka import CkaSums, u_centred_products
 
 LAYERS, WINDOWS, TOKENS, HIDDEN = 4, 6, 9, 8

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from analysis.engine_table import engine_tables, is_of_engine
 from analysis.results import Record, make_record
+from analysis.speed_tables import engine_tables, is_of_engine
 from analysis.tables import all_tables
 
 ENVIRONMENT = {"device": "Example GPU", "num_devices": 2, "date": "2026-01-02T03:04:05+00:00"}

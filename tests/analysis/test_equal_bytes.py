@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from analysis.comparison import compare
-from analysis.equal_bytes import curves_of, equal_bytes_tables
-from analysis.method_styles import series_label
-from analysis.plots import HIGHEST_RATIO, plot_against_bytes, plot_against_layer_bytes, ratio_points
+from analysis.plots import HIGHEST_RATIO, plot_against_bytes, plot_against_layer_bytes, ratio_points, series_label
 from analysis.results import Record, make_record
+from analysis.rivals import curves_of, equal_bytes_tables
 from analysis.tables import update_readme
 
 ENVIRONMENT = {"device": "Example GPU", "date": "2026-01-02T03:04:05+00:00"}

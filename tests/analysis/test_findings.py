@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from analysis.findings import findings
 from analysis.results import Record, make_record
+from analysis.rivals import findings
 
 SCORED = {"model": "Small", "task": "own text", "head_density": 1.0, "phase": "all"}
 TIMED = {"model": "Small", "head_density": 1.0, "phase": "decode", "batch_size": 1}

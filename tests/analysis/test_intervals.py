@@ -6,14 +6,7 @@ import math
 
 import pytest
 
-from analysis.intervals import (
-    Estimate,
-    difference,
-    mean_with_interval,
-    rank_correlation,
-    share_of_gain,
-    share_of_loss,
-)
+from analysis.intervals import Estimate, difference, mean_with_interval, rank_correlation, share_of_gain, share_of_loss
 from analysis.wording import at_most, headline, judge, no_larger_than, with_interval
 
 

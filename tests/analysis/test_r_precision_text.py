@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.ablation_effects import reported_effects
 from analysis.drift_factor_text import factor_text, relufication_text
 from analysis.drift_tables import study_tables
+from analysis.effects import reported_effects
 from analysis.results import Record
 from tests.analysis.made_up_drift import ablation, record
 

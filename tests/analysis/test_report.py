@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis.comparison import compare
-from analysis.layer_plots import plot_layer_density, plot_layer_quality
-from analysis.plots import all_figures, plot_against_density, save_figures
+from analysis.plots import all_figures, plot_against_density, plot_layer_density, plot_layer_quality, save_figures
 from analysis.report import build_report
 
 Records = list[dict[str, Any]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import scripts.benchmark.one_gpu
-from analysis.relufication import relufied_pairs
+from analysis.effects import relufied_pairs
 from analysis.results import read_records
 from modules.checkpoint.load import load_model
 from modules.checkpoint.write import write_model

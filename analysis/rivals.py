@@ -1,4 +1,6 @@
-"""Who has the lowest perplexity at the same bytes read: where the predictor stands against every other method.
+"""Where the predictor stands beside the other methods: in a sentence, and at the same bytes read.
+
+The tables say who has the lowest perplexity at the same bytes read.
 
 Between two measured points the logarithm of perplexity is taken as linear in bytes, a share of dense (predictor, gate
 and stand-in included); beyond a method's measured points nothing is said about it. Methods that leave attention dense
@@ -13,14 +15,68 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from analysis.comparison import Comparison, compare, group_by_task, method_rank
-from analysis.formatting import Table, format_ratio
+from analysis.comparison import Comparison, compare, group_by_task
+from analysis.formatting import Table, format_number, format_ratio
+from analysis.method_styles import NOT_RIVALS, RIVALS, method_rank
 from analysis.results import Record
 
-NAME = "equal_bytes"
+# Of several densities the one nearest to it is told.
+USUAL_DENSITY = 0.5
+# Ratios to dense that differ by less than this share are called equal.
+EQUAL = 0.005
+
+
+def findings(records: Sequence[Record]) -> list[str]:
+    """One or two sentences per model and text: how good the predictor is beside the others, and how fast."""
+    told = []
+    scored = [row for row in compare(records) if row.name == "perplexity" and row.head_density == 1.0]
+    for (model, task, metric), rows in group_by_task(scored).items():
+        own = [row for row in rows if row.method == "predictor" and row.ratio is not None]
+        if not own:
+            continue
+        rivals = [row for row in rows if row.method in RIVALS and row.ratio is not None]
+        shared = {row.mlp_density for row in own} & {row.mlp_density for row in rivals}
+        density = min(shared or {row.mlp_density for row in own}, key=lambda each: abs(each - USUAL_DENSITY))
+        best = min((row for row in own if row.mlp_density == density), key=lambda row: row.ratio or 0.0)
+        there = [row for row in rivals if row.mlp_density == density]
+        told.append(f"{model}, {task}: {_quality(best, there, metric)}{_speed(best)}")
+    return told
+
+
+def _quality(row: Comparison, rivals: Sequence[Comparison], metric: str) -> str:
+    """How much worse than dense, and who is ahead."""
+    assert row.ratio is not None
+    text = f"with {row.mlp_density:.0%} of the neurons the predictor's {metric} is {_cost(row)}."
+    if not rivals:
+        return text
+    groups: dict[str, list[str]] = {"behind": [], "as good as": [], "ahead of": []}
+    for rival in rivals:
+        assert rival.ratio is not None
+        if abs(rival.ratio / row.ratio - 1) < EQUAL:
+            place = "as good as"
+        else:
+            place = "behind" if rival.ratio < row.ratio else "ahead of"
+        groups[place].append(f"{rival.method.upper()}{rival.variant.removeprefix(rival.method)} ({_cost(rival)})")
+    said = [f"{place} {' and '.join(names)}" for place, names in groups.items() if names]
+    return f"{text} It is {', '.join(said)}."
+
+
+def _cost(row: Comparison) -> str:
+    share = "" if row.bytes_read_share is None else f", reading {row.bytes_read_share:.0%} of the MLPs"
+    return f"{row.ratio:.2f} times dense{share}"
+
+
+def _speed(row: Comparison) -> str:
+    if not row.tokens_per_s or not row.dense_tokens_per_s:
+        return ""
+    ratio = row.tokens_per_s / row.dense_tokens_per_s
+    word = "as fast as" if abs(ratio - 1) < EQUAL else "faster than" if ratio > 1 else "slower than"
+    numbers = f"{format_number(row.tokens_per_s)} tokens/s against {format_number(row.dense_tokens_per_s)}"
+    return f" Decoding with it is {word} dense: {numbers}, {ratio:.2f} times the speed."
+
+
+EQUAL_BYTES = "equal_bytes"
 SHOWN_BYTES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
-# Oracle knows the outputs that it saves, and random knows nothing: bounds, not methods. Dense reads everything.
-NOT_RIVALS = ("dense", "oracle", "random")
 SAME_TEXT = ("dtype", "num_tokens", "window", "stride")
 LEAST_ROWS = 3  # of fewer, the plot and the sentences of findings.py say all that there is
 SAME_BYTES = 5e-4  # how many neurons are kept is rounded, so a density of 0.3 may read 0.3001
@@ -70,11 +126,11 @@ def equal_bytes_tables(records: Sequence[Record]) -> list[Table]:
             told = [f"{label.replace('_', ' ')} {value}" for label, value in zip(SAME_TEXT, text, strict=True)]
             subject = ", ".join([model, task, *(told if len(texts) > 1 else [])])
             axes = [MLP_BYTES, *([LAYER_BYTES] if any(row.head_density < 1 for row in rows) else [])]
-            tables += [table for axis in axes for table in _table(subject, axis, curves_of(rows, axis))]
+            tables += [table for axis in axes for table in _equal_bytes_table(subject, axis, curves_of(rows, axis))]
     return tables
 
 
-def _table(subject: str, axis: Axis, curves: Sequence[Curve]) -> list[Table]:
+def _equal_bytes_table(subject: str, axis: Axis, curves: Sequence[Curve]) -> list[Table]:
     """Only the bytes at which the predictor and a rival were both measured, or lie between their measured points; no
     table where these are few."""
     methods = _methods(curves)

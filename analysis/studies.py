@@ -1,4 +1,4 @@
-"""Picks the numbers of the drift study out of records: by model, by block, by look-ahead."""
+"""Picks the numbers of drift study, ablation and relufication out of records: by model, by block, by look-ahead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from statistics import mean
 from typing import Any
 
 from analysis.comparison import latest_records
-from analysis.factor_effects import FACTORS, LEVEL_NAMES, Outcome
 from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation
 from analysis.results import Record, read_records
 
 STUDY_NAMES = ("drift", "ablation", "relufication")
+# The level of OPT, on which Deja Vu works, then Llama's: an effect is the second minus the first.
+FACTORS = {"activation": ("relu", "silu gated"), "positions": ("learned", "rotary"), "norm": ("layer", "rms")}
+LEVEL_NAMES = {
+    "relu": "ReLU", "silu": "SiLU", "silu gated": "gated SiLU", "learned": "learned positions", "rotary": "RoPE",
+    "layer": "LayerNorm", "rms": "RMSNorm",
+}  # fmt: skip
 BLOCKS = {"mlp": "neurons", "attention": "heads"}
 DENSITY_LABELS = {"mlp": "mlp_density", "attention": "head_density"}
 # Of several densities the one nearest to it speaks for a study.
@@ -147,12 +152,6 @@ def at_usual_density(records: Sequence[Record], block: str) -> list[Record]:
     studied = [record for record in records if is_of_lookahead_study(record, block)]
     density = usual_density(studied, block)
     return [record for record in studied if record["labels"].get(DENSITY_LABELS[block]) == density]
-
-
-def lookahead_outcome(metric: str, block: str, lookahead: int, density: float | None) -> Outcome:
-    """An outcome of the look-ahead study."""
-    labels = {"study": "lookahead", "block": block, "lookahead": lookahead, DENSITY_LABELS[block]: density}
-    return Outcome(metric=metric, labels=tuple(labels.items()))
 
 
 def cosine_records(records: Sequence[Record]) -> list[Record]:
