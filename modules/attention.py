@@ -108,7 +108,7 @@ class Attention(nn.Module):
             keys=keys,
             values=values,
             active_groups=groups,
-            rider=fused.rider("attention", self.layer_idx, states.dtype),
+            extra=fused.extra_rows("attention", self.layer_idx, states.dtype),
         )
         heads = attend(
             queries,
@@ -116,7 +116,7 @@ class Attention(nn.Module):
             values,
             lengths,
             active_groups=groups,
-            requests=fused.requests(),
+            early=fused.early_selection(),
         )
         sums = fused.sums("attention", self.layer_idx)
         return project_heads(heads, self.o_proj.weight, active_groups=groups, output=sums)[:, None]

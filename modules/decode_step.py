@@ -21,8 +21,8 @@ from modules.cache import KVCache
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import DTYPES, MAX_QUERIES_PER_GROUP
 from modules.kernels.deferred_norm import DeferredNorm, triton
+from modules.kernels.early_selection import EarlyGroups, EarlySelection, EarlyUnits, ExtraRows
 from modules.kernels.norm_linear import norm_linear
-from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
 from modules.normalization import Norm, add_norm, deferred_add_norm
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, Selector
 
@@ -45,24 +45,24 @@ class StepSelector(Selector, Protocol):
 
 
 @runtime_checkable
-class RidingSelector(StepSelector, Protocol):
-    """A step selector whose choice, where it looks ahead, rides with the kernels of blocks before (see riders)."""
+class EarlySelector(StepSelector, Protocol):
+    """A step selector whose choice, where it looks ahead, is made by kernels of blocks before (see early_selection)."""
 
     @property
     def scoring_rows(self) -> Tensor:
         """[R, D]: the choice begins with their products with the source."""
         ...
 
-    def rides(self, block: Block) -> bool:
+    def selects_early(self, block: Block) -> bool:
         """Whether it does: other choices need kernels of their own."""
         ...
 
-    def request(self, inner: Tensor, block: Block, counters: Tensor) -> UnitRequest | GroupRequest:
+    def rest_of_choice(self, inner: Tensor, block: Block, counters: Tensor) -> EarlyUnits | EarlyGroups:
         """The rest of the choice, from these products [R]."""
         ...
 
-    def answer(self, request: UnitRequest | GroupRequest) -> Choice:
-        """What will have been chosen, once the request is served."""
+    def chosen_early(self, early: EarlyUnits | EarlyGroups) -> Choice:
+        """What will have been chosen, once a kernel has made it."""
         ...
 
 
@@ -206,31 +206,31 @@ class DecodeStep:
         source = self._sources[block, layer_idx - selector.lookahead] if selector.lookahead else states.unwritten()
         return choose(selector, source, context, self._counters[_place(block, layer_idx)]), context
 
-    def rider(self, block: Block, layer_idx: int, dtype: torch.dtype) -> Rider | None:
+    def extra_rows(self, block: Block, layer_idx: int, dtype: torch.dtype) -> ExtraRows | None:
         """What a kernel that holds a block's input is to compute besides, for a layer that looks back at it."""
         for target in range(layer_idx + 1, min(layer_idx + self.model.max_lookahead, self.model.layers.stop - 1) + 1):
             selector = self._selector(block, target)
             learned = innermost(selector)
             if self.num_rows > 1 or selector is None or selector.lookahead != target - layer_idx:
                 continue
-            if isinstance(learned, RidingSelector) and learned.rides(block):
+            if isinstance(learned, EarlySelector) and learned.selects_early(block):
                 rows = learned.scoring_rows
                 self._inner[block, target] = torch.empty(len(rows), dtype=dtype, device=rows.device)
-                return Rider(rows, self._inner[block, target])
+                return ExtraRows(rows, self._inner[block, target])
         return None
 
-    def requests(self) -> Requests:
+    def early_selection(self) -> EarlySelection:
         """The choices that have begun, for attention to make: from now on they count as made."""
-        requests = Requests()
+        selection = EarlySelection()
         for (block, target), inner in list(self._inner.items()):
             learned = innermost(self._selector(block, target))
-            assert isinstance(learned, RidingSelector)
-            request = learned.request(inner, block, self._counters[_place(block, target)])
-            if not requests.add(request):
+            assert isinstance(learned, EarlySelector)
+            early = learned.rest_of_choice(inner, block, self._counters[_place(block, target)])
+            if not selection.add(early):
                 continue
-            self._chosen[block, target] = learned.answer(request)
+            self._chosen[block, target] = learned.chosen_early(early)
             del self._inner[block, target]
-        return requests
+        return selection
 
     def _selector(self, block: Block, layer_idx: int) -> Selector | None:
         return self.model.half_block(layer_idx, block).block.selector

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
-from modules.kernels.mlp_reference import of_standin, reference_sparse_mlp
-from modules.kernels.sparse_mlp import sparse_mlp
+from modules.kernels.sparse_mlp import of_standin, reference_sparse_mlp, sparse_mlp
 from modules.linear import OutputProjection
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
 from modules.thinned_input import ThinnedInput, path_without_a_choice
@@ -98,7 +97,7 @@ class FeedForward(nn.Module):
             gate_bias=None if self.gate_proj is None else self.gate_proj.bias,
             up_bias=self.up_proj.bias,
             standin=None if active is None else active.standin,
-            rider=fused.rider("mlp", self.layer_idx, states.dtype),
+            extra=fused.extra_rows("mlp", self.layer_idx, states.dtype),
             output=fused.sums("mlp", self.layer_idx),
         )
         if active is not None and active.compensation is not None:

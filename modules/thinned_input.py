@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from modules.kernels.thinned_entries import kept_entries
+from modules.kernels.thinned_rows import kept_entries
 from modules.sparsity import Count
 
 

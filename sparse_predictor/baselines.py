@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.decoder import Decoder
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from sparse_predictor.calibration import LayerCalibration, quantiles_of
 from sparse_predictor.labels import LabelDefinition
 from sparse_predictor.thinning import OUTPUT_PROJECTIONS, STATISTICS, holder_of, matrices, norms_of_inputs

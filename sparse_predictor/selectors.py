@@ -11,11 +11,11 @@ from torch import Tensor
 
 from modules.decode_step import Choice, choose
 from modules.feed_forward import FeedForward
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.choose_groups import MAX_GROUPS, MAX_RANK, choose_groups
 from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.early_selection import EarlyGroups, EarlyUnits
 from modules.kernels.norm_linear import norm_linear
-from modules.kernels.riders import GroupRequest, UnitRequest
 from modules.kernels.select_units import select_units
 from modules.sparsity import ActiveSet, Block, SelectionContext, Selector, StandIn, UnitShard, num_kept
 from sparse_predictor.predictor import Predictor, Rule
@@ -65,7 +65,7 @@ class PredictorSelector:
         predictor = self.predictor
         if context.block == "attention":
             assert self.count is not None
-            if not self.rides("attention"):
+            if not self.selects_early("attention"):
                 return ActiveSet.from_scores(predictor.scores(source.normed()), self.count)
             flags = choose_groups(source, predictor.first, predictor.second, predictor.bias, count=self.count)
             return ActiveSet(flags, count=self.count)
@@ -86,29 +86,29 @@ class PredictorSelector:
 
     @property
     def scoring_rows(self) -> Tensor:
-        """See `RidingSelector`."""
+        """See `EarlySelector`."""
         return self.predictor.first
 
-    def rides(self, block: Block) -> bool:
-        """See `RidingSelector`: groups, as many as a kernel takes, and neurons by threshold; the top neurons need a
+    def selects_early(self, block: Block) -> bool:
+        """See `EarlySelector`: groups, as many as a kernel takes, and neurons by threshold; the top neurons need a
         sort. So does a list whose order must not depend on which program was first."""
         if block == "attention":
             return self.predictor.num_units <= MAX_GROUPS and self.predictor.rank <= MAX_RANK
         return self.count is None and not torch.are_deterministic_algorithms_enabled()
 
-    def request(self, inner: Tensor, block: Block, counters: Tensor) -> UnitRequest | GroupRequest:
-        """See `RidingSelector`."""
+    def rest_of_choice(self, inner: Tensor, block: Block, counters: Tensor) -> EarlyUnits | EarlyGroups:
+        """See `EarlySelector`."""
         predictor = self.predictor
         if block == "attention":
             assert self.count is not None
-            return GroupRequest.of(inner, predictor.second, predictor.bias, self.count)
-        return UnitRequest.of(inner, predictor.second, predictor.bias, self.threshold, counters)
+            return EarlyGroups.of(inner, predictor.second, predictor.bias, self.count)
+        return EarlyUnits.of(inner, predictor.second, predictor.bias, self.threshold, counters)
 
-    def answer(self, request: UnitRequest | GroupRequest) -> Choice:
-        """See `RidingSelector`."""
-        if isinstance(request, GroupRequest):
-            return ActiveSet(request.flags, is_early=True, count=request.count)
-        return replace(request.found, standin=self.standin_in_step)
+    def chosen_early(self, early: EarlyUnits | EarlyGroups) -> Choice:
+        """See `EarlySelector`."""
+        if isinstance(early, EarlyGroups):
+            return ActiveSet(early.flags, is_early=True, count=early.count)
+        return replace(early.found, standin=self.standin_in_step)
 
     @cached_property
     def standin_in_step(self) -> StandIn | None:

@@ -21,15 +21,15 @@ from loguru import logger
 from torch import Tensor
 from torch.nn import functional as F
 
+from modules.kernels.arguments import DTYPES, MAX_HIDDEN_SIZE
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # published for Linux on x86-64 only; elsewhere the reference serves
     triton = None
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("rms", "layer", "none")
-MAX_HIDDEN_SIZE = 16384
 ELEMENTS_PER_THREAD = 16  # two 16-byte loads of a half-precision row, four of a float32 row
 
 

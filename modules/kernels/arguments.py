@@ -1,16 +1,23 @@
-"""What kernels of a decode step demand of their arguments."""
+"""What kernels demand of their arguments, and the activation functions among these."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from modules.kernels.add_norm import DTYPES
-from modules.kernels.deferred_norm import DeferredNorm
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # published for Linux on x86-64 only; elsewhere the references serve
+    triton = None
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLAGS = (torch.bool, torch.uint8)
+MAX_HIDDEN_SIZE = 16384
 MAX_ROWS = 8  # of a decode step
 MAX_QUERIES_PER_GROUP = 16
-FLAGS = (torch.bool, torch.uint8)
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
 Expected = tuple[Tensor | None, tuple[int, ...], tuple[torch.dtype, ...]]  # tensor, its shape, the types it may have
 
 
@@ -44,55 +51,16 @@ def check_cache(keys: Tensor, values: Tensor, num_rows: int, dtype: torch.dtype)
             raise ValueError(f"{name} are on {cache.device}, keys on {keys.device}")
 
 
-def check_projection(
-    states: DeferredNorm,
-    weights: dict[str, Tensor],
-    biases: dict[str, Tensor | None],
-    rotary: Tensor | None,
-    cache_seqlens: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    active_groups: Tensor | None,
-) -> None:
-    """ValueError on the first argument of `qkv_projection.project_qkv` that does not fit the others."""
-    if states.partial.dim() != 2 or not 0 < len(states.partial) <= MAX_ROWS or states.dtype not in DTYPES:
-        shape = tuple(states.partial.shape)
-        raise ValueError(f"states {shape} of {states.dtype}: not [1 to {MAX_ROWS} rows, hidden_size] of {DTYPES}")
-    num_rows, hidden_size = states.partial.shape
-    check_cache(keys, values, num_rows, states.dtype)
-    num_groups, max_seqlen, head_dim = keys.shape[1:]
-    num_heads = len(weights["q_weight"]) // head_dim
-    if head_dim % 2 or num_heads == 0 or num_heads % num_groups:
-        raise ValueError(f"{num_heads} query heads, {num_groups} groups, head_dim {head_dim}: uneven")
-    given = [name for name, bias in biases.items() if bias is not None]
-    if given and len(given) < len(biases):
-        raise ValueError(f"biases must be given for all or none, not for {given}")
-    rows = {name: (num_heads if name[0] == "q" else num_groups) * head_dim for name in (*weights, *biases)}
-    expected: dict[str, Expected] = {
-        "states": (states.partial, (num_rows, hidden_size), DTYPES),
-        **{name: (weight, (rows[name], hidden_size), (states.dtype,)) for name, weight in weights.items()},
-        **{name: (bias, (rows[name],), (states.dtype,)) for name, bias in biases.items()},
-        "rotary": (rotary, (2, max_seqlen, head_dim // 2), (torch.float32,)),
-        "cache_seqlens": (cache_seqlens, (num_rows,), (torch.int64,)),
-        "active_groups": (active_groups, (num_rows, num_groups), FLAGS),
-    }
-    check_tensors(expected, keys.device)
+if triton is not None:
 
-
-def check_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, cache_seqlens: Tensor, active_groups: Tensor | None
-) -> None:
-    """ValueError on the first argument that does not fit the others."""
-    if queries.dim() != 3 or queries.numel() == 0 or queries.dtype not in DTYPES:
-        raise ValueError(f"queries {tuple(queries.shape)} of {queries.dtype}: not [rows, heads, head_dim] of {DTYPES}")
-    num_rows, num_heads, head_dim = queries.shape
-    check_cache(keys, values, num_rows, queries.dtype)
-    num_groups = keys.shape[1]
-    if num_heads % num_groups or num_heads > MAX_QUERIES_PER_GROUP * num_groups:
-        raise ValueError(f"{num_heads} heads do not share {num_groups} groups, at most {MAX_QUERIES_PER_GROUP} each")
-    expected: dict[str, Expected] = {
-        "queries": (queries, (num_rows, num_heads, keys.shape[-1]), DTYPES),
-        "cache_seqlens": (cache_seqlens, (num_rows,), (torch.int64,)),
-        "active_groups": (active_groups, (num_rows, num_groups), FLAGS),
-    }
-    check_tensors(expected, keys.device)
+    @triton.jit
+    def activated(scores, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+        """act(scores), float32; gelu is the exact one."""
+        tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "relu" or ACTIVATION == "gelu")
+        if ACTIVATION == "silu":
+            values = scores / (1.0 + tl.exp(-scores))
+        elif ACTIVATION == "relu":
+            values = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            values = 0.5 * scores * (1.0 + tl.erf(scores * 0.7071067811865476))
+        return values

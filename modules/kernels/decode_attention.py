@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modules.kernels.arguments import check_attention
+from modules.kernels.arguments import DTYPES, FLAGS, MAX_QUERIES_PER_GROUP, Expected, check_cache, check_tensors
 from modules.kernels.deferred_norm import (
     can_launch,
     dependent_launch,
@@ -28,8 +28,7 @@ from modules.kernels.deferred_norm import (
     is_interpreted,
     num_multiprocessors,
 )
-from modules.kernels.riders import Requests
-from modules.kernels.split_heads import SplitHeads, reference_attend
+from modules.kernels.early_selection import EarlySelection
 
 try:
     import triton
@@ -39,7 +38,7 @@ except ImportError:  # published for Linux on x86-64 only; elsewhere the referen
 
 GRANULE = 16  # positions: ranges begin at multiples of it
 MAX_SPLITS = 16  # the reader's work grows with them
-MAX_SPLITS_SERVING = 8  # beside programs that serve requests
+MAX_SPLITS_SELECTING = 8  # beside programs of an early selection
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,50 @@ class Tuning:
 
 
 def default_tuning(
-    num_rows: int, num_groups: int, max_seqlen: int, multiprocessors: int, *, serves: bool = False
+    num_rows: int, num_groups: int, max_seqlen: int, multiprocessors: int, *, selects: bool = False
 ) -> Tuning:
     """By shapes alone: at most two programs per multiprocessor, which leaves registers to the next kernel, and no more
-    splits than there can be ranges. `serves`: whether other programs of the launch serve requests."""
-    most = MAX_SPLITS_SERVING if serves else MAX_SPLITS
+    splits than there can be ranges. `selects`: whether other programs of the launch make an early selection."""
+    most = MAX_SPLITS_SELECTING if selects else MAX_SPLITS
     splits = min(2 * multiprocessors // (num_rows * num_groups), most, -(-max_seqlen // GRANULE))
     splits = 1 << (max(1, splits).bit_length() - 1)
     return Tuning(splits, block=32, num_warps=4)
 
 
+@dataclass(frozen=True)
+class SplitHeads:
+    """Heads before their splits are combined: outputs float32 [B, N, P, H], not yet divided by sums [B, N, P], both
+    relative to exp(maxima) [B, N, P]. An empty split has a maximum of -inf, and zeros."""
+
+    outputs: Tensor
+    maxima: Tensor
+    sums: Tensor
+
+    def combined(self, dtype: torch.dtype) -> Tensor:
+        """[B, N, H]."""
+        weights = torch.exp(self.maxima - self.maxima.amax(-1, keepdim=True))
+        total = (weights * self.sums).sum(-1, keepdim=True)
+        return ((weights[..., None] * self.outputs).sum(-2) / total).to(dtype)
+
+
+def reference_attend(queries: Tensor, keys: Tensor, values: Tensor, cache_seqlens: Tensor) -> SplitHeads:
+    """Plain PyTorch, all positions at once in one split; float32."""
+    num_rows, num_groups, max_seqlen, head_dim = keys.shape
+    grouped = queries.float().view(num_rows, num_groups, -1, head_dim)
+    scores = grouped @ keys.float().transpose(-1, -2) * head_dim**-0.5
+    beyond = torch.arange(max_seqlen, device=keys.device) > cache_seqlens[:, None]
+    scores = scores.masked_fill(beyond[:, None, None], float("-inf"))
+    maxima = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - maxima)
+    # What lies beyond the length may be anything, and 0 * NaN is NaN.
+    outputs = weights @ values.float().masked_fill(beyond[:, None, :, None], 0.0)
+    outputs, maxima = outputs.flatten(1, 2)[:, :, None], maxima.flatten(1, 2)
+    return SplitHeads(outputs, maxima, weights.sum(-1, keepdim=True).flatten(1, 2))
+
+
 if triton is not None:
     from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.riders import serve_groups, serve_units
+    from modules.kernels.early_selection import select_early_groups, select_early_units
 
     @triton.jit
     def load_positions(  # type: ignore[no-untyped-def]
@@ -180,7 +210,7 @@ if triton is not None:
         num_rows,
         num_groups,
         scale,
-        unit_inner,  # this and the rest of the units and groups: see riders.Requests
+        unit_inner,  # this and the rest of the units and groups: see early_selection.EarlySelection
         unit_second,
         unit_bias,
         unit_threshold,
@@ -208,25 +238,25 @@ if triton is not None:
         GRANULE: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """Grid: splits x groups x rows, splits innermost; then the programs that serve requests."""
+        """Grid: splits x groups x rows, splits innermost; then the programs of an early selection."""
         program = tl.program_id(0)
-        served = program - num_rows * num_groups * SPLITS
-        if served < 0:
+        extra_program = program - num_rows * num_groups * SPLITS
+        if extra_program < 0:
             attend_split(
                 program % SPLITS, program // SPLITS % num_groups, program // SPLITS // num_groups,
                 queries, keys, values, cache_seqlens, active_groups, outputs, maxima, sums,
                 row_stride, group_stride, position_stride, max_seqlen, num_groups, scale,
                 SPLITS, QUERIES, QUERY_BLOCK, HEAD_DIM, HEAD_BLOCK, BLOCK, GRANULE, PDL,
             )  # fmt: skip
-        elif served < tl.cdiv(NUM_UNITS, UNIT_TILE):
+        elif extra_program < tl.cdiv(NUM_UNITS, UNIT_TILE):
             if unit_inner is not None:
-                serve_units(
-                    served, unit_inner, unit_second, unit_bias, unit_threshold, unit_counters, unit_indices,
+                select_early_units(
+                    extra_program, unit_inner, unit_second, unit_bias, unit_threshold, unit_counters, unit_indices,
                     NUM_UNITS, UNIT_RANK, UNIT_BLOCK, UNIT_TILE, PDL,
                 )  # fmt: skip
         else:
             if group_inner is not None:
-                serve_groups(
+                select_early_groups(
                     group_inner, group_second, group_bias, group_flags,
                     GROUPS_KEPT, GROUPS_SCORED, GROUPS_SCORED_BLOCK, GROUP_RANK, GROUP_RANK_BLOCK, PDL,
                 )  # fmt: skip
@@ -239,20 +269,20 @@ def attend(
     cache_seqlens: Tensor,
     *,
     active_groups: Tensor | None = None,
-    requests: Requests | None = None,
+    early: EarlySelection | None = None,
     tuning: Tuning | None = None,
 ) -> SplitHeads:
     """The heads of the equation above, in fresh memory.
 
-    `requests`: choices of other blocks that are made on the way.
+    `early`: choices of later blocks, made by further programs of the launch.
 
     cache_seqlens int64 [B]; active_groups bool or uint8 [B, G], None for all: heads of an inactive group are undefined.
     The kernel on a GPU or under Triton's interpreter, else the reference. ValueError on what does not fit.
     """
-    check_attention(queries, keys, values, cache_seqlens, active_groups)
-    requests = requests or Requests()
+    check(queries, keys, values, cache_seqlens, active_groups)
+    early = early or EarlySelection()
     if triton is None or not can_launch(decode_attention_kernel, queries):
-        requests.in_plain_pytorch()
+        early.in_plain_pytorch()
         return reference_attend(queries, keys, values, cache_seqlens)
     if is_interpreted(decode_attention_kernel) and queries.dtype == torch.bfloat16:
         # The interpreter would multiply the bit patterns.
@@ -260,12 +290,12 @@ def attend(
     num_rows, num_groups, max_seqlen, head_dim = keys.shape
     num_heads = queries.shape[1]
     if tuning is None:
-        multiprocessors, serves = num_multiprocessors(queries.device), requests.num_programs > 0
-        tuning = default_tuning(num_rows, num_groups, max_seqlen, multiprocessors, serves=serves)
+        multiprocessors, selects = num_multiprocessors(queries.device), early.num_programs > 0
+        tuning = default_tuning(num_rows, num_groups, max_seqlen, multiprocessors, selects=selects)
     shape = (num_rows, num_heads, tuning.num_splits)
     outputs = torch.empty(*shape, head_dim, dtype=torch.float32, device=queries.device)
     maxima, sums = torch.empty((2, *shape), dtype=torch.float32, device=queries.device)
-    num_programs = tuning.num_splits * num_groups * num_rows + requests.num_programs
+    num_programs = tuning.num_splits * num_groups * num_rows + early.num_programs
     with torch.cuda.device_of(queries):  # a kernel is launched on the current device, not on that of its arguments
         decode_attention_kernel[(num_programs,)](
             queries=queries,
@@ -283,7 +313,7 @@ def attend(
             num_rows=num_rows,
             num_groups=num_groups,
             scale=head_dim**-0.5,
-            **requests.kernel_arguments(),
+            **early.kernel_arguments(),
             SPLITS=tuning.num_splits,
             QUERIES=num_heads // num_groups,
             QUERY_BLOCK=16,
@@ -296,3 +326,20 @@ def attend(
             **equal_copies(queries.dtype),
         )
     return SplitHeads(outputs, maxima, sums)
+
+
+def check(queries: Tensor, keys: Tensor, values: Tensor, cache_seqlens: Tensor, active_groups: Tensor | None) -> None:
+    """ValueError on the first argument that does not fit the others."""
+    if queries.dim() != 3 or queries.numel() == 0 or queries.dtype not in DTYPES:
+        raise ValueError(f"queries {tuple(queries.shape)} of {queries.dtype}: not [rows, heads, head_dim] of {DTYPES}")
+    num_rows, num_heads, head_dim = queries.shape
+    check_cache(keys, values, num_rows, queries.dtype)
+    num_groups = keys.shape[1]
+    if num_heads % num_groups or num_heads > MAX_QUERIES_PER_GROUP * num_groups:
+        raise ValueError(f"{num_heads} heads do not share {num_groups} groups, at most {MAX_QUERIES_PER_GROUP} each")
+    expected: dict[str, Expected] = {
+        "queries": (queries, (num_rows, num_heads, keys.shape[-1]), DTYPES),
+        "cache_seqlens": (cache_seqlens, (num_rows,), (torch.int64,)),
+        "active_groups": (active_groups, (num_rows, num_groups), FLAGS),
+    }
+    check_tensors(expected, keys.device)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from modules.kernels.arguments import DTYPES, check_tensors
+from modules.kernels.decode_attention import SplitHeads
 from modules.kernels.deferred_norm import can_launch, dependent_launch, num_multiprocessors
-from modules.kernels.split_heads import SplitHeads
 
 try:
     import triton

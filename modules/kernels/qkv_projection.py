@@ -10,8 +10,11 @@ cosine and sine of each position, or None for models without; queries [B, N, H].
 the table. A position >= S writes nothing. Sums are float32; the projection is rounded to the model's type before it is
 rotated, and so are cosines and sines, as where each of the steps is an operator of its own.
 
-Programs walk tiles of the three matrices (see `modules.kernels.qkv_tiles`), the next on its way while they compute one.
-A tile is read whole, 16 bytes a thread.
+Programs walk tiles of the three matrices, the next on its way while they compute one. A tile is some pairs of rows
+(i, i + H / 2) of one head, which is what a rotation needs, and is read whole, 16 bytes a thread. Those of keys and
+values are needed whatever is selected and come first; queries follow, only those of groups which any row has active.
+Numbered without the others: programs that take every such tile share evenly what is left, and what is skipped is not
+read.
 """
 
 from collections.abc import Iterable
@@ -22,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules.kernels.arguments import check_projection
+from modules.kernels.arguments import DTYPES, FLAGS, MAX_ROWS, Expected, check_cache, check_tensors
 from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch, num_multiprocessors
-from modules.kernels.riders import Rider
+from modules.kernels.early_selection import ExtraRows
 from modules.positions import apply_rotary
 
 try:
@@ -90,7 +93,64 @@ def reference_project_qkv(
 if triton is not None:
     from modules.kernels.add_norm import normed_row
     from modules.kernels.deferred_norm import wait_for_inputs
-    from modules.kernels.qkv_tiles import group_ranks, load_pairs, of_kind, tile_place
+
+    @triton.jit
+    def group_ranks(  # type: ignore[no-untyped-def]
+        active_groups,  # [NUM_ROWS, NUM_GROUPS] uint8
+        NUM_ROWS: tl.constexpr,
+        NUM_GROUPS: tl.constexpr,
+        GROUP_BLOCK: tl.constexpr,  # NUM_GROUPS rounded up to a power of two
+    ):
+        """[GROUP_BLOCK]: the place among the active groups of each that any row has active, else -1; their number."""
+        groups = tl.arange(0, GROUP_BLOCK)
+        flags = tl.zeros((GROUP_BLOCK,), tl.int32)
+        for row in tl.static_range(NUM_ROWS):
+            flags |= tl.load(active_groups + row * NUM_GROUPS + groups, mask=groups < NUM_GROUPS, other=0).to(tl.int32)
+        flags = (flags != 0).to(tl.int32)
+        return tl.where(flags != 0, tl.cumsum(flags, axis=0) - 1, -1), tl.sum(flags, axis=0)
+
+    @triton.jit
+    def tile_place(  # type: ignore[no-untyped-def]
+        tile,
+        ranks,  # of `group_ranks`, or None: all are active
+        NUM_GROUPS: tl.constexpr,
+        QUERIES_PER_GROUP: tl.constexpr,
+        TILES_PER_HEAD: tl.constexpr,
+        PAIRS: tl.constexpr,
+    ):
+        """Of a tile: 0 for keys, 1 for values, 2 for queries; which head of those; the first of its pairs."""
+        slot = tile // TILES_PER_HEAD
+        query = slot - 2 * NUM_GROUPS
+        if ranks is not None:
+            found = ranks == query // QUERIES_PER_GROUP
+            group = tl.sum(tl.where(found, tl.arange(0, ranks.shape[0]), 0), axis=0)
+            query = group * QUERIES_PER_GROUP + query % QUERIES_PER_GROUP
+        head = tl.where(slot < 2 * NUM_GROUPS, slot % NUM_GROUPS, query)
+        return tl.minimum(slot // NUM_GROUPS, 2), head, tile % TILES_PER_HEAD * PAIRS
+
+    @triton.jit
+    def of_kind(kind, for_keys, for_values, for_queries):  # type: ignore[no-untyped-def]
+        """The one that `tile_place` means."""
+        return tl.where(kind == 0, for_keys, tl.where(kind == 1, for_values, for_queries))
+
+    @triton.jit
+    def load_pairs(  # type: ignore[no-untyped-def]
+        weight,
+        head,
+        pair,
+        wanted,
+        HIDDEN_SIZE: tl.constexpr,
+        BLOCK: tl.constexpr,  # HIDDEN_SIZE rounded up to a power of two
+        HALF: tl.constexpr,
+        PAIRS: tl.constexpr,
+    ):
+        """[2 * PAIRS, BLOCK]: both rows of the first pair, of the second, and so on; zeros if not `wanted`."""
+        columns = tl.arange(0, BLOCK)[None, :]
+        rows = tl.arange(0, 2 * PAIRS)[:, None]
+        start = weight + (head * (2 * HALF) + pair).to(tl.int64) * HIDDEN_SIZE
+        offsets = (rows // 2 + rows % 2 * HALF) * HIDDEN_SIZE + columns
+        inside = (columns < HIDDEN_SIZE) & wanted
+        return tl.load(start + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
 
     @triton.jit
     def qkv_projection_kernel(  # type: ignore[no-untyped-def]
@@ -103,8 +163,8 @@ if triton is not None:
         rotary,  # [2, max_seqlen, HALF] float32, or None
         cache_seqlens,  # [NUM_ROWS] int64
         active_groups,  # [NUM_ROWS, NUM_GROUPS] uint8, or None
-        rider_rows,  # [RIDER_SIZE, HIDDEN_SIZE] or None: see riders.Rider
-        rider_output,  # [RIDER_SIZE], written
+        extra_rows,  # [NUM_EXTRA, HIDDEN_SIZE] or None: see early_selection.ExtraRows
+        extra_output,  # [NUM_EXTRA], written
         queries,  # [NUM_ROWS, NUM_HEADS, 2 * HALF], written
         keys,  # [NUM_ROWS, NUM_GROUPS, max_seqlen, 2 * HALF], one position per row written, as the next
         values,
@@ -128,7 +188,7 @@ if triton is not None:
         GROUP_BLOCK: tl.constexpr,  # NUM_GROUPS rounded up to a power of two
         HALF: tl.constexpr,
         PAIRS: tl.constexpr,
-        RIDER_SIZE: tl.constexpr,
+        NUM_EXTRA: tl.constexpr,
         HOLDS: tl.constexpr,  # whether x stays in registers; if not, `partial` must be x
         PDL: tl.constexpr,
     ):
@@ -145,9 +205,9 @@ if triton is not None:
         known = active_groups is None or program < NUM_CACHE_TILES
         weights = load_pairs(weight, head, pair, known, HIDDEN_SIZE, BLOCK, HALF, PAIRS)
         columns = tl.arange(0, BLOCK)
-        if rider_rows is not None:
-            mask = (columns < HIDDEN_SIZE) & (program < RIDER_SIZE)
-            scoring = tl.load(rider_rows + program * HIDDEN_SIZE + columns, mask=mask, other=0.0)
+        if extra_rows is not None:
+            mask = (columns < HIDDEN_SIZE) & (program < NUM_EXTRA)
+            scoring = tl.load(extra_rows + program * HIDDEN_SIZE + columns, mask=mask, other=0.0)
         wait_for_inputs(PDL)
 
         ranks = None
@@ -168,13 +228,13 @@ if triton is not None:
                 KIND, HIDDEN_SIZE, BLOCK,
             )  # fmt: skip
             held += (x,)  # type: ignore[assignment]
-        if rider_rows is not None:
+        if extra_rows is not None:
             inner = tl.sum(scoring.to(tl.float32) * held[0], axis=0)  # type: ignore[misc]
-            tl.store(rider_output + program, inner.to(rider_output.dtype.element_ty), mask=program < RIDER_SIZE)
-            for scored in range(program + num_programs, RIDER_SIZE, num_programs):
-                scoring = tl.load(rider_rows + scored * HIDDEN_SIZE + columns, mask=columns < HIDDEN_SIZE, other=0.0)
+            tl.store(extra_output + program, inner.to(extra_output.dtype.element_ty), mask=program < NUM_EXTRA)
+            for scored in range(program + num_programs, NUM_EXTRA, num_programs):
+                scoring = tl.load(extra_rows + scored * HIDDEN_SIZE + columns, mask=columns < HIDDEN_SIZE, other=0.0)
                 inner = tl.sum(scoring.to(tl.float32) * held[0], axis=0)  # type: ignore[misc]
-                tl.store(rider_output + scored, inner.to(rider_output.dtype.element_ty))
+                tl.store(extra_output + scored, inner.to(extra_output.dtype.element_ty))
 
         pairs = tl.arange(0, PAIRS)
         both = tl.arange(0, 2 * PAIRS)
@@ -241,26 +301,26 @@ def project_qkv(
     keys: Tensor,
     values: Tensor,
     active_groups: Tensor | None = None,
-    rider: Rider | None = None,
+    extra: ExtraRows | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """Queries [B, N, H] of the equation above, in fresh memory; writes keys, values and `states.new_residual`.
 
     cache_seqlens int64 [B]; active_groups bool or uint8 [B, G], None for all: queries of a group that no row has active
-    are undefined. `rider` (one row only): a product with the same states, done on the way. The kernel on a GPU or under
+    are undefined. `extra` (one row only): further rows that x is multiplied with. The kernel on a GPU or under
     Triton's interpreter, else the reference. ValueError on a misfit.
     """
     weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     biases = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias}
-    check_projection(states, weights, biases, rotary, cache_seqlens, keys, values, active_groups)
+    check(states, weights, biases, rotary, cache_seqlens, keys, values, active_groups)
     memory: dict[str, Any] = {"rotary": rotary, "cache_seqlens": cache_seqlens, "keys": keys, "values": values}
     if triton is None or not can_launch(qkv_projection_kernel, q_weight):
-        if rider is not None:
-            rider.in_plain_pytorch(states.normed())
+        if extra is not None:
+            extra.in_plain_pytorch(states.normed())
         return reference_project_qkv(states, weights.values(), biases.values(), **memory)
     num_rows, hidden_size = states.partial.shape
-    if rider is not None:
-        rider.check(num_rows, hidden_size, states.dtype)
+    if extra is not None:
+        extra.check(num_rows, hidden_size, states.dtype)
     num_groups, max_seqlen, head_dim = keys.shape[1:]
     num_heads = len(q_weight) // head_dim
     tuning = (
@@ -276,9 +336,9 @@ def project_qkv(
             **biases,
             **memory,
             active_groups=None if active_groups is None else active_groups.view(torch.uint8),
-            rider_rows=None if rider is None else rider.weight,
-            rider_output=None if rider is None else rider.output,
-            RIDER_SIZE=0 if rider is None else len(rider.weight),
+            extra_rows=None if extra is None else extra.weight,
+            extra_output=None if extra is None else extra.output,
+            NUM_EXTRA=0 if extra is None else len(extra.weight),
             queries=queries,
             row_stride=keys.stride(0),
             group_stride=keys.stride(1),
@@ -297,3 +357,38 @@ def project_qkv(
             **dependent_launch(q_weight),
         )
     return queries
+
+
+def check(
+    states: DeferredNorm,
+    weights: dict[str, Tensor],
+    biases: dict[str, Tensor | None],
+    rotary: Tensor | None,
+    cache_seqlens: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    active_groups: Tensor | None,
+) -> None:
+    """ValueError on the first argument that does not fit the others."""
+    if states.partial.dim() != 2 or not 0 < len(states.partial) <= MAX_ROWS or states.dtype not in DTYPES:
+        shape = tuple(states.partial.shape)
+        raise ValueError(f"states {shape} of {states.dtype}: not [1 to {MAX_ROWS} rows, hidden_size] of {DTYPES}")
+    num_rows, hidden_size = states.partial.shape
+    check_cache(keys, values, num_rows, states.dtype)
+    num_groups, max_seqlen, head_dim = keys.shape[1:]
+    num_heads = len(weights["q_weight"]) // head_dim
+    if head_dim % 2 or num_heads == 0 or num_heads % num_groups:
+        raise ValueError(f"{num_heads} query heads, {num_groups} groups, head_dim {head_dim}: uneven")
+    given = [name for name, bias in biases.items() if bias is not None]
+    if given and len(given) < len(biases):
+        raise ValueError(f"biases must be given for all or none, not for {given}")
+    rows = {name: (num_heads if name[0] == "q" else num_groups) * head_dim for name in (*weights, *biases)}
+    expected: dict[str, Expected] = {
+        "states": (states.partial, (num_rows, hidden_size), DTYPES),
+        **{name: (weight, (rows[name], hidden_size), (states.dtype,)) for name, weight in weights.items()},
+        **{name: (bias, (rows[name],), (states.dtype,)) for name, bias in biases.items()},
+        "rotary": (rotary, (2, max_seqlen, head_dim // 2), (torch.float32,)),
+        "cache_seqlens": (cache_seqlens, (num_rows,), (torch.int64,)),
+        "active_groups": (active_groups, (num_rows, num_groups), FLAGS),
+    }
+    check_tensors(expected, keys.device)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
-from modules.kernels.arguments import check_tensors
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS, check_tensors
 from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch, equal_copies
 from modules.kernels.weight_tiles import Tuning, check_linear, memory_for_rows, tuning_for
 from modules.sparsity import ActiveList
@@ -62,7 +61,7 @@ def reference_select_units(
 
 
 if triton is not None:
-    from modules.kernels.activations import activated
+    from modules.kernels.arguments import activated
     from modules.kernels.weight_tiles import await_states, bias_rows, states_of, weight_rows
 
     @triton.jit

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS, DTYPES, MAX_ROWS, Expected, check_tensors
 from modules.kernels.deferred_norm import DeferredNorm, can_launch, dependent_launch, num_multiprocessors
-from modules.kernels.mlp_reference import check_mlp, mlp_in_plain_pytorch
-from modules.kernels.riders import Rider
-from modules.sparsity import ActiveList, StandIn
+from modules.kernels.early_selection import ExtraRows
+from modules.sparsity import ActiveList, ActiveSet, StandIn
 
 try:
     import triton
@@ -46,9 +47,72 @@ class Tuning:
     programs_per_sm: int
 
 
+def reference_sparse_mlp(
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    active: ActiveSet,
+    *,
+    activation: str,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """Plain PyTorch: gathers the union of the rows' active neurons once, then zeroes what a row does not use.
+
+    With everything active the operands and shapes are those of the dense block, so the result is equal bit for bit.
+    """
+    mask = active.mask
+    union = mask.any(0).nonzero().squeeze(-1)
+    activate = ACTIVATION_FUNCTIONS[activation]
+    values = F.linear(x, up[union], None if up_bias is None else up_bias[union])
+    if gate is None:
+        values = activate(values)
+    elif active.gate_values is not None:
+        values = active.gate_values[:, union].to(values.dtype) * values
+    else:
+        values = activate(F.linear(x, gate[union], None if gate_bias is None else gate_bias[union])) * values
+    if x.shape[0] > 1:
+        values = values.masked_fill(~mask[:, union], 0)
+    return values @ down[union]
+
+
+def mlp_in_plain_pytorch(
+    states: DeferredNorm,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    active: ActiveList | None,
+    activation: str,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    standin: StandIn | None,
+) -> Tensor:
+    x = states.normed()
+    mask = torch.ones(x.shape[0], up.shape[0], dtype=torch.bool, device=x.device)
+    gate_values = None
+    if active is not None:
+        listed = torch.zeros(up.shape[0], dtype=torch.bool, device=x.device)
+        listed[active.indices[: int(active.length)].long()] = True
+        mask = mask & listed if active.mask is None else active.mask & listed
+        gate_values = active.gate_values
+    chosen = ActiveSet(mask, gate_values=gate_values)
+    result = reference_sparse_mlp(
+        x, gate, up, down, chosen, activation=activation, gate_bias=gate_bias, up_bias=up_bias
+    ).float()
+    if standin is None:
+        return result
+    return result + of_standin(x, standin).float()
+
+
+def of_standin(x: Tensor, standin: StandIn) -> Tensor:
+    """What a stand-in adds for x [rows, D]: [rows, D]."""
+    return F.linear(F.linear(x, standin.inputs), standin.outputs.t(), standin.bias)
+
+
 if triton is not None:
-    from modules.kernels.activations import activated
     from modules.kernels.add_norm import normed_row
+    from modules.kernels.arguments import activated
     from modules.kernels.deferred_norm import wait_for_inputs
     from modules.kernels.weight_tiles import weight_tile
 
@@ -77,8 +141,8 @@ if triton is not None:
         standin_in,  # [STANDIN_RANK, HIDDEN_SIZE] or None
         standin_out,
         standin_bias,  # [HIDDEN_SIZE] or None
-        rider_rows,  # [RIDER_SIZE, HIDDEN_SIZE] or None
-        rider_output,  # [RIDER_SIZE], written
+        extra_rows,  # [NUM_EXTRA, HIDDEN_SIZE] or None
+        extra_output,  # [NUM_EXTRA], written
         output,  # [ROWS, HIDDEN_SIZE] float32, added to; [programs, ROWS, HIDDEN_SIZE], written, if PARTS
         eps,
         rows,
@@ -89,7 +153,7 @@ if triton is not None:
         UNITS: tl.constexpr,  # units per step; 1 if there are several rows
         NUM_UNITS: tl.constexpr,
         STANDIN_RANK: tl.constexpr,
-        RIDER_SIZE: tl.constexpr,
+        NUM_EXTRA: tl.constexpr,
         ACTIVATION: tl.constexpr,
         EARLY: tl.constexpr,  # whether the list, if there is one, was there before the kernel ahead began
         PARTS: tl.constexpr,
@@ -103,11 +167,11 @@ if triton is not None:
         row_indices = tl.arange(0, ROWS)
         slots = program * UNITS + tl.arange(0, UNITS)
 
-        if rider_rows is not None:
+        if extra_rows is not None:
             scored = program * UNITS + tl.arange(0, UNITS)
-            scoring = weight_tile(rider_rows, scored, scored < RIDER_SIZE, HIDDEN_SIZE, BLOCK)
+            scoring = weight_tile(extra_rows, scored, scored < NUM_EXTRA, HIDDEN_SIZE, BLOCK)
             more_scored = scored + stride
-            more_scoring = weight_tile(rider_rows, more_scored, more_scored < RIDER_SIZE, HIDDEN_SIZE, BLOCK)
+            more_scoring = weight_tile(extra_rows, more_scored, more_scored < NUM_EXTRA, HIDDEN_SIZE, BLOCK)
         if not EARLY:
             wait_for_inputs(PDL)
         if indices is None:
@@ -139,16 +203,16 @@ if triton is not None:
             row_offsets = row_indices[:, None] * HIDDEN_SIZE + columns[None, :]
             row_inside = (row_indices < rows)[:, None] & inside[None, :]
             x = tl.load(partial + row_offsets, mask=row_inside, other=0.0)
-        if rider_rows is not None:
+        if extra_rows is not None:
             inner = tl.sum(scoring.to(tl.float32) * x, axis=1)
-            tl.store(rider_output + scored, inner.to(rider_output.dtype.element_ty), mask=scored < RIDER_SIZE)
+            tl.store(extra_output + scored, inner.to(extra_output.dtype.element_ty), mask=scored < NUM_EXTRA)
             inner = tl.sum(more_scoring.to(tl.float32) * x, axis=1)
-            tl.store(rider_output + more_scored, inner.to(rider_output.dtype.element_ty), mask=more_scored < RIDER_SIZE)
-            for first in range((2 * tl.num_programs(0) + program) * UNITS, RIDER_SIZE, stride):
+            tl.store(extra_output + more_scored, inner.to(extra_output.dtype.element_ty), mask=more_scored < NUM_EXTRA)
+            for first in range((2 * tl.num_programs(0) + program) * UNITS, NUM_EXTRA, stride):
                 scored = first + tl.arange(0, UNITS)
-                scoring = weight_tile(rider_rows, scored, scored < RIDER_SIZE, HIDDEN_SIZE, BLOCK)
+                scoring = weight_tile(extra_rows, scored, scored < NUM_EXTRA, HIDDEN_SIZE, BLOCK)
                 inner = tl.sum(scoring.to(tl.float32) * x, axis=1)
-                tl.store(rider_output + scored, inner.to(rider_output.dtype.element_ty), mask=scored < RIDER_SIZE)
+                tl.store(extra_output + scored, inner.to(extra_output.dtype.element_ty), mask=scored < NUM_EXTRA)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
 
         for _ in range(program * UNITS, count, stride):
@@ -237,22 +301,22 @@ def sparse_mlp(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     standin: StandIn | None = None,
-    rider: Rider | None = None,
+    extra: ExtraRows | None = None,
     output: Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
     """Float32 [rows, D] of the equation above; `active` None: every neuron. Fills `states.new_residual`.
 
-    `rider` (one row only): a product with the same x, done on the way.
+    `extra` (one row only): further rows that x is multiplied with.
 
     `output`: float32 zeros [rows, D] to add to, else fresh memory. The kernel on a GPU or under Triton's interpreter,
     else plain PyTorch. ValueError on what does not fit. Nothing waits for the device: a CUDA graph can hold it.
     """
-    check_mlp(states, gate, up, down, active, activation, gate_bias, up_bias, standin, rider, output)
+    check(states, gate, up, down, active, activation, gate_bias, up_bias, standin, extra, output)
     if triton is None or not can_launch(sparse_mlp_kernel, up):
         result = mlp_in_plain_pytorch(states, gate, up, down, active, activation, gate_bias, up_bias, standin)
-        if rider is not None:
-            rider.in_plain_pytorch(states.normed())
+        if extra is not None:
+            extra.in_plain_pytorch(states.normed())
         return result if output is None else output.add_(result)
     rows, hidden_size = states.partial.shape
     known_gates = active is not None and active.gate_values is not None
@@ -279,9 +343,9 @@ def sparse_mlp(
         "standin_in": None if standin is None else standin.inputs,
         "standin_out": None if standin is None else standin.outputs,
         "standin_bias": None if standin is None else standin.bias,
-        "rider_rows": None if rider is None else rider.weight,
-        "rider_output": None if rider is None else rider.output,
-        "RIDER_SIZE": 0 if rider is None else len(rider.weight),
+        "extra_rows": None if extra is None else extra.weight,
+        "extra_output": None if extra is None else extra.output,
+        "NUM_EXTRA": 0 if extra is None else len(extra.weight),
         "output": target,
         "rows": rows,
         "BLOCK": triton.next_power_of_2(hidden_size),
@@ -298,3 +362,49 @@ def sparse_mlp(
     if not deterministic:
         return target
     return target.sum(0) if output is None else output.add_(target.sum(0))
+
+
+def check(
+    states: DeferredNorm,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    active: ActiveList | None,
+    activation: str,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    standin: StandIn | None,
+    extra: ExtraRows | None,
+    output: Tensor | None,
+) -> None:
+    """ValueError on the first argument that does not fit `up`."""
+    if activation not in ACTIVATION_FUNCTIONS:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATION_FUNCTIONS)}")
+    num_units, hidden_size = up.shape
+    rows = states.partial.shape[0]
+    if states.partial.shape[1:] != (hidden_size,) or not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"states {tuple(states.partial.shape)} are not 1 to {MAX_ROWS} rows of {hidden_size}")
+    own = (up.dtype,)
+    expected: dict[str, Expected] = {
+        "gate": (gate, (num_units, hidden_size), own),
+        "up": (up, (num_units, hidden_size), DTYPES),
+        "down": (down, (num_units, hidden_size), own),
+        "gate_bias": (gate_bias, (num_units,), DTYPES),
+        "up_bias": (up_bias, (num_units,), DTYPES),
+        "output": (output, (rows, hidden_size), (torch.float32,)),
+    }
+    if standin is not None:
+        rank = standin.inputs.shape[0]
+        expected["standin inputs"] = (standin.inputs, (rank, hidden_size), own)
+        expected["standin outputs"] = (standin.outputs, (rank, hidden_size), own)
+        expected["standin bias"] = (standin.bias, (hidden_size,), DTYPES)
+    if active is not None:
+        expected["active indices"] = (active.indices, (num_units,), (torch.int32,))
+        expected["active length"] = (active.length, (1,), (torch.int32,))
+        expected["active mask"] = (active.mask, (rows, num_units), (torch.bool,))
+        expected["gate values"] = (active.gate_values, (rows, num_units), (torch.float32,))
+        if active.mask is None and rows > 1:
+            raise ValueError(f"an active list of {rows} rows needs a mask: which row computes which unit")
+    check_tensors(expected, up.device)
+    if extra is not None:
+        extra.check(rows, hidden_size, up.dtype)

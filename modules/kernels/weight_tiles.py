@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modules.kernels.add_norm import MAX_HIDDEN_SIZE
-from modules.kernels.arguments import DTYPES, MAX_ROWS, Expected, check_tensors
+from modules.kernels.arguments import DTYPES, MAX_HIDDEN_SIZE, MAX_ROWS, Expected, check_tensors
 from modules.kernels.deferred_norm import DeferredNorm, num_multiprocessors
 
 try:

@@ -41,8 +41,8 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from modules.kernels.add_norm import DTYPES, KINDS, reference_add_norm
-from modules.kernels.arguments import check_tensors
+from modules.kernels.add_norm import KINDS, reference_add_norm
+from modules.kernels.arguments import DTYPES, check_tensors
 from modules.kernels.deferred_norm import dependent_launch
 from pipeline_parallel.kernels.barrier import begin, check_launch, is_interpreted
 from pipeline_parallel.kernels.copied_two_shot import copied_two_shot

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from analysis.results import Record, append_record, make_record
 from modules.config import ModelConfig
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import sparse_mlp
 from modules.kernels.thinned_rows import thinned_rows

@@ -10,7 +10,7 @@ from modules.decode_step import begin_step, can_fuse, run_step
 from modules.decoder import Decoder
 from modules.generation import generate, prefill
 from modules.graphs import DecodeGraphs, can_capture
-from modules.kernels.riders import GroupRequest, Requests, Rider, UnitRequest
+from modules.kernels.early_selection import EarlyGroups, EarlySelection, EarlyUnits, ExtraRows
 from modules.requests import GenerationRequest
 from sparse_predictor.selection import remove_sparsity
 from tests.modules.choosing_methods import METHODS, Method, attach, counted, predicted, static
@@ -72,20 +72,20 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def heard_riders(model: Decoder, name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def heard_selections(model: Decoder, name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     heard: list[str] = []
 
-    def rider(weight: torch.Tensor, output: torch.Tensor) -> Rider:
-        heard.append("rider")
-        return Rider(weight, output)
+    def extra_rows(weight: torch.Tensor, output: torch.Tensor) -> ExtraRows:
+        heard.append("rows")
+        return ExtraRows(weight, output)
 
-    class HeardRequests(Requests):
-        def add(self, request: UnitRequest | GroupRequest) -> bool:
-            heard.append("units" if isinstance(request, UnitRequest) else "groups")
-            return super().add(request)
+    class HeardSelection(EarlySelection):
+        def add(self, choice: EarlyUnits | EarlyGroups) -> bool:
+            heard.append("units" if isinstance(choice, EarlyUnits) else "groups")
+            return super().add(choice)
 
-    monkeypatch.setattr("modules.decode_step.Rider", rider)
-    monkeypatch.setattr("modules.decode_step.Requests", HeardRequests)
+    monkeypatch.setattr("modules.decode_step.ExtraRows", extra_rows)
+    monkeypatch.setattr("modules.decode_step.EarlySelection", HeardSelection)
     both_steps(model, METHODS[name], num_rows)
     return sorted(heard)
 
@@ -93,25 +93,25 @@ def heard_riders(model: Decoder, name: str, num_rows: int, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "num_rows", "expected"),
     [
-        ("threshold-ahead", 1, ["groups"] * 2 + ["rider"] * 4 + ["units"] * 2),
-        ("threshold-2-ahead", 1, ["groups"] + ["rider"] * 2 + ["units"]),
-        ("topk-ahead", 1, ["groups"] * 2 + ["rider"] * 2),
+        ("threshold-ahead", 1, ["groups"] * 2 + ["rows"] * 4 + ["units"] * 2),
+        ("threshold-2-ahead", 1, ["groups"] + ["rows"] * 2 + ["units"]),
+        ("topk-ahead", 1, ["groups"] * 2 + ["rows"] * 2),
         ("threshold", 1, []),
         ("threshold-ahead", 3, []),
     ],
 )
-def test_choices_of_one_row_that_look_ahead_ride_with_earlier_blocks(
+def test_choices_of_one_row_that_look_ahead_are_made_by_kernels_of_earlier_blocks(
     name: str, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_decoder(LLAMA, dtype=torch.float32)
-    assert heard_riders(model, name, num_rows, monkeypatch) == expected
+    assert heard_selections(model, name, num_rows, monkeypatch) == expected
 
 
-def test_lists_whose_order_is_left_to_chance_do_not_ride_where_runs_must_repeat(
+def test_lists_in_no_fixed_order_are_not_made_early_where_runs_must_repeat(
     deterministic: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_decoder(LLAMA, dtype=torch.float32)
-    assert heard_riders(model, "threshold-ahead", 1, monkeypatch) == ["groups"] * 2 + ["rider"] * 2
+    assert heard_selections(model, "threshold-ahead", 1, monkeypatch) == ["groups"] * 2 + ["rows"] * 2
 
 
 def test_more_groups_than_a_kernel_takes_are_chosen_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

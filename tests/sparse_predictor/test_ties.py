@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modules.kernels.deferred_norm import DeferredNorm
-from modules.kernels.riders import UnitRequest
+from modules.kernels.early_selection import EarlyUnits
 from modules.kernels.select_units import select_units
 from modules.sparsity import SelectionContext
 from modules.thinned_input import ThinnedInput
@@ -61,9 +61,9 @@ def test_the_list_of_a_decode_step_has_what_is_at_the_threshold() -> None:
 
 def test_a_list_made_ahead_has_what_is_at_the_threshold() -> None:
     scores, counters = torch.tensor([0.25, 0.5, 0.75, 0.5]), torch.zeros(2, dtype=torch.int32)
-    request = UnitRequest.of(torch.zeros(2), torch.zeros(4, 2), scores, 0.5, counters)
-    request.in_plain_pytorch()
-    assert counters.tolist() == [3, 3] and request.found.indices[:3].tolist() == [1, 2, 3]
+    choice = EarlyUnits.of(torch.zeros(2), torch.zeros(4, 2), scores, 0.5, counters)
+    choice.in_plain_pytorch()
+    assert counters.tolist() == [3, 3] and choice.found.indices[:3].tolist() == [1, 2, 3]
 
 
 def test_inputs_at_the_threshold_are_kept() -> None:

@@ -7,7 +7,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from modules.kernels.add_norm import DTYPES, KINDS, fused_add_norm
+from modules.kernels.add_norm import KINDS, fused_add_norm
+from modules.kernels.arguments import DTYPES
 
 SIZES = (7, 48, 576, 4096, 5120, 8192)
 ROWS = (0, 1, 3, 77)

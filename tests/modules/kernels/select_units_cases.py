@@ -3,7 +3,7 @@
 import torch
 
 from modules.kernels import select_units
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.weight_tiles import Tuning
 from modules.sparsity import ActiveList

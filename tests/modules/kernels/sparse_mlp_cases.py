@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
-from modules.kernels.riders import Rider
+from modules.kernels.early_selection import ExtraRows
 from modules.kernels.sparse_mlp import Tuning, sparse_mlp
 from modules.sparsity import ActiveList, StandIn
 
@@ -31,7 +31,7 @@ class Case:
     is_early: bool = False
     knows_gates: bool = False
     standin_rank: int = 0
-    rider_size: int = 0
+    num_extra: int = 0
     adds: bool = False
     tuning: Tuning | None = None
 
@@ -39,17 +39,17 @@ class Case:
 SMALL_CASES = [
     Case(1, 48, 37, "silu", is_gated=True, has_bias=True, standin_rank=5, tuning=Tuning(1, 4, 2)),
     Case(1, 100, 37, "relu", has_bias=True, is_early=True, adds=True, tuning=Tuning(2, 4, 2)),
-    Case(1, 50, 23, "gelu", density=None, rider_size=15, tuning=Tuning(2, 2, 1)),
-    Case(1, 33, 19, "silu", is_gated=True, density=0.0, standin_rank=7, rider_size=3, tuning=Tuning(2, 1, 1)),
+    Case(1, 50, 23, "gelu", density=None, num_extra=15, tuning=Tuning(2, 2, 1)),
+    Case(1, 33, 19, "silu", is_gated=True, density=0.0, standin_rank=7, num_extra=3, tuning=Tuning(2, 1, 1)),
     Case(1, 64, 19, "silu", is_gated=True, density=1.0, is_early=True, knows_gates=True),
     Case(3, 48, 37, "silu", is_gated=True, has_bias=True, standin_rank=5),
     Case(2, 24, 13, "relu", density=None, adds=True),
     Case(8, 40, 21, "silu", is_gated=True, knows_gates=True),
 ]
 LARGE_CASES = [
-    Case(1, 3072, 8192, "silu", is_gated=True, standin_rank=64, rider_size=336, is_early=True),
+    Case(1, 3072, 8192, "silu", is_gated=True, standin_rank=64, num_extra=336, is_early=True),
     Case(1, 3072, 8192, "silu", is_gated=True, density=None),
-    Case(1, 4096, 16384, "relu", has_bias=True, density=0.1, rider_size=2000),
+    Case(1, 4096, 16384, "relu", has_bias=True, density=0.1, num_extra=2000),
     Case(1, 576, 1536, "gelu", is_gated=True),
     Case(2, 3072, 8192, "silu", is_gated=True, knows_gates=True),
     Case(8, 4096, 1000, "relu", has_bias=True, standin_rank=33),
@@ -106,9 +106,9 @@ def mlp_inputs(case: Case, dtype: torch.dtype, *, device: str = "cpu") -> dict[s
         inputs["standin"] = StandIn(
             inputs=normal(rank, width) * width**-0.5, outputs=normal(rank, width), bias=normal(width)
         )
-    if case.rider_size:
-        output = torch.full((case.rider_size,), NAN, dtype=dtype, device=device)
-        inputs["rider"] = Rider(normal(case.rider_size, case.hidden_size) * case.hidden_size**-0.5, output)
+    if case.num_extra:
+        output = torch.full((case.num_extra,), NAN, dtype=dtype, device=device)
+        inputs["extra"] = ExtraRows(normal(case.num_extra, case.hidden_size) * case.hidden_size**-0.5, output)
     if case.adds:
         inputs["output"] = torch.randn(shape, device=device)
     return inputs
@@ -155,7 +155,7 @@ def equation(inputs: dict[str, Any], x: Tensor) -> Tensor:
 
 
 def assert_equation_holds(case: Case, dtype: torch.dtype, *, device: str = "cpu") -> None:
-    """The output, what it is added to, the residual, and the product that rides along."""
+    """The output, what it is added to, the residual, and the product of extra rows."""
     inputs = mlp_inputs(case, dtype, device=device)
     before = inputs["output"].double() if case.adds else 0.0
     result = run_poisoned(inputs)
@@ -167,6 +167,6 @@ def assert_equation_holds(case: Case, dtype: torch.dtype, *, device: str = "cpu"
     eps = torch.finfo(dtype).eps
     tolerance: dict[str, Any] = {"rtol": 4 * eps + 1e-5, "atol": 8 * eps + 1e-5}
     torch.testing.assert_close(result.double(), before + equation(inputs, x), **tolerance)
-    if case.rider_size:
-        rider = inputs["rider"]
-        torch.testing.assert_close(rider.output.double(), rider.weight.double() @ x[0], **tolerance)
+    if case.num_extra:
+        extra = inputs["extra"]
+        torch.testing.assert_close(extra.output.double(), extra.weight.double() @ x[0], **tolerance)

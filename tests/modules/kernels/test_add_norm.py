@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from modules.kernels import add_norm
-from modules.kernels.add_norm import DTYPES, KINDS, fused_add_norm
+from modules.kernels.add_norm import KINDS, fused_add_norm
+from modules.kernels.arguments import DTYPES
 from tests.modules.kernels import add_norm_cases as cases
 from tests.modules.kernels.compiled import compiles
 

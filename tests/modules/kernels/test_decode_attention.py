@@ -9,7 +9,7 @@ import torch
 
 from modules.kernels import decode_attention
 from modules.kernels.decode_attention import SplitHeads, Tuning, attend, default_tuning
-from modules.kernels.riders import Requests
+from modules.kernels.early_selection import EarlySelection
 from tests.modules.kernels import decode_attention_cases as cases
 from tests.modules.kernels.compiled import compiled_ptx, compiles
 
@@ -63,8 +63,8 @@ def test_default_launch_has_at_most_four_programs_a_multiprocessor(
     splits = default_tuning(num_rows, num_groups, max_seqlen, 132).num_splits
     assert splits == 1 or num_rows * num_groups * splits <= 4 * 132
     assert splits & (splits - 1) == 0 and splits <= -(-max_seqlen // decode_attention.GRANULE)
-    serving = default_tuning(num_rows, num_groups, max_seqlen, 132, serves=True).num_splits
-    assert serving == min(splits, decode_attention.MAX_SPLITS_SERVING)
+    selecting = default_tuning(num_rows, num_groups, max_seqlen, 132, selects=True).num_splits
+    assert selecting == min(splits, decode_attention.MAX_SPLITS_SELECTING)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 
 
 def attention_ptx(case: cases.Case) -> str:
-    """PTX for sm_90 of a bfloat16 model; nothing is requested."""
+    """PTX for sm_90 of a bfloat16 model; nothing is selected early."""
     import triton
 
     tuning = default_tuning(1, case.num_groups, case.max_seqlen, 132)
@@ -100,8 +100,8 @@ def attention_ptx(case: cases.Case) -> str:
     constants = {"HEAD_DIM": case.head_dim, "HEAD_BLOCK": max(16, triton.next_power_of_2(case.head_dim)), "PDL": True}
     constants |= {"SPLITS": tuning.num_splits, "BLOCK": tuning.block, "GRANULE": decode_attention.GRANULE}
     constants |= {"QUERIES": case.num_heads // case.num_groups, "QUERY_BLOCK": 16}
-    requested = Requests().kernel_arguments()
-    return compiled_ptx(decode_attention.decode_attention_kernel, types, constants | requested, tuning.num_warps)
+    nothing = EarlySelection().kernel_arguments()
+    return compiled_ptx(decode_attention.decode_attention_kernel, types, constants | nothing, tuning.num_warps)
 
 
 @compiles

@@ -81,7 +81,7 @@ def compiled_ptx(case: cases.Case) -> str:
     groups = {"NUM_GROUPS": case.num_groups, "GROUP_BLOCK": triton.next_power_of_2(case.num_groups)}
     constants: dict[str, Any] = {**sizes, **groups, "NUM_ROWS": case.num_rows, "NUM_HEADS": case.num_heads}
     constants |= {"KIND": case.kind, "HALF": case.head_dim // 2, "PAIRS": tuning.pairs, "HOLDS": True, "PDL": True}
-    constants |= dict.fromkeys((*cases.BIASES, "bias", "norm_bias", "rider_rows", "rider_output")) | {"RIDER_SIZE": 0}
+    constants |= dict.fromkeys((*cases.BIASES, "bias", "norm_bias", "extra_rows", "extra_output")) | {"NUM_EXTRA": 0}
     floats = ("rotary", "partial", "residual", "new_residual")
     signature = dict.fromkeys(constants, "constexpr") | dict.fromkeys(floats, "*fp32")
     signature |= {"cache_seqlens": "*i64", "active_groups": "*u8", "max_seqlen": "i32", "eps": "fp32"}

@@ -10,7 +10,7 @@ import torch
 
 from modules.kernels import sparse_mlp as module
 from modules.kernels.deferred_norm import DeferredNorm
-from modules.kernels.riders import Rider
+from modules.kernels.early_selection import ExtraRows
 from modules.kernels.sparse_mlp import sparse_mlp
 from tests.modules.kernels import sparse_mlp_cases as cases
 from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
@@ -61,7 +61,7 @@ LIST = cases.mlp_inputs(cases.SMALL_CASES[0], torch.float32)["active"]
         ({"active": replace(LIST, length=torch.zeros(1, dtype=torch.int64))}, "active length is torch.int64"),
         ({"active": replace(LIST, indices=LIST.indices.to("meta"))}, "active indices is on meta"),
         ({"active": replace(LIST, gate_values=torch.zeros(1, 36))}, "gate values .*36"),
-        ({"rider": Rider(torch.zeros(3, 47), torch.zeros(3))}, "rider weight .*47"),
+        ({"extra": ExtraRows(torch.zeros(3, 47), torch.zeros(3))}, "extra rows weight .*47"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -80,7 +80,7 @@ def test_kernel_reads_16_bytes_at_a_time_and_early_neurons_before_it_waits(
     types: dict[str, str | None] = NORMED | dict.fromkeys(("gate", "up", "down"), "*bf16") | {"output": "*fp32"}
     types |= {"indices": "*i32", "length": "*i32", "rows": "i32"}
     constants: dict[str, Any] = {"KIND": "rms", "HIDDEN_SIZE": 4096, "BLOCK": 4096, "ROWS": 1, "UNITS": 1, "PDL": True}
-    constants |= {"NUM_UNITS": 8192, "STANDIN_RANK": 0, "RIDER_SIZE": 0, "ACTIVATION": "silu", "PARTS": False}
+    constants |= {"NUM_UNITS": 8192, "STANDIN_RANK": 0, "NUM_EXTRA": 0, "ACTIVATION": "silu", "PARTS": False}
     constants |= {name: None for name in kernel.arg_names if name not in types and name not in constants}
     ptx = compiled_ptx(kernel, types, constants | {"EARLY": is_early}, num_warps=8)
     before, after = ptx.split("griddepcontrol.wait")[:2]

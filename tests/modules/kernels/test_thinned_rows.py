@@ -10,8 +10,7 @@ import torch
 from modules.kernels import thinned_rows as module
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import Tuning
-from modules.kernels.thinned_entries import Activations
-from modules.kernels.thinned_rows import TUNING, thinned_rows
+from modules.kernels.thinned_rows import TUNING, Activations, thinned_rows
 from tests.modules.kernels import thinned_rows_cases as cases
 from tests.modules.kernels.compiled import NORMED, compiled_ptx, compiles
 

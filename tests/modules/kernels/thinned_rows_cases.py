@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from modules.kernels.activations import ACTIVATION_FUNCTIONS
+from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import Tuning
-from modules.kernels.thinned_entries import Activations, kept_entries
-from modules.kernels.thinned_rows import TUNING, thinned_rows
+from modules.kernels.thinned_rows import TUNING, Activations, kept_entries, thinned_rows
 from tests.modules.kernels.norm_linear_cases import deferred_states, normed_states, poisoned, total_of
 
 # inputs, outputs, matrices, kind of norm or activation, options (biases, a gate), tuning

@@ -1,10 +1,10 @@
-"""Choices of a later block, carried along by kernels that have what they need at hand.
+"""Early selection: what a later block computes, chosen by kernels of an earlier one that have what it takes at hand.
 
 A predictor's choice is two small products, inner = first . x and scores = second . inner + bias, and a comparison. As
 kernels of their own they would cost more in launches and waiting than in bytes. With look-ahead the first product has
-its x early: it rides with a kernel that already holds it (`Rider`: sparse_mlp, qkv_projection). The second product and
-the comparison ride with attention, whose own programs wait for memory most of the time: `UnitRequest` is served by
-programs that each score a tile of neurons and append the active ones to the list, `GroupRequest` by one that scores all
+its x early: a kernel that already holds x computes it as extra rows (`ExtraRows`: sparse_mlp, qkv_projection). The
+second product and the comparison are made by extra programs of attention, whose own wait for memory most of the time:
+for `EarlyUnits` each scores a tile of neurons and appends the active ones to the list, for `EarlyGroups` one scores all
 key-value groups and takes the best. Equations, rounding and order of the list as in select_units and choose_groups.
 One row only: the choices of several rows are kernels of their own.
 """
@@ -30,21 +30,21 @@ RANK_BLOCK = 128  # padding a rank to a power of two would waste registers, and 
 
 
 @dataclass(frozen=True)
-class Rider:
-    """A product with a kernel's own states, [rank, D] @ [D], that shares its launch; `output` [rank] is written."""
+class ExtraRows:
+    """Further rows for a kernel to multiply with its own states, [rank, D] @ [D]; `output` [rank] is written."""
 
     weight: Tensor
     output: Tensor
 
     def check(self, num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
-        """ValueError if it cannot ride with states of this shape and type."""
+        """ValueError unless it fits states of this shape and type."""
         if num_rows > 1:
-            raise ValueError(f"a product that rides along takes one row, not {num_rows}")
+            raise ValueError(f"extra rows are multiplied with one row of states, not {num_rows}")
         rank = self.output.numel()
         check_tensors(
             {
-                "rider weight": (self.weight, (rank, hidden_size), (dtype,)),
-                "rider output": (self.output, (rank,), (dtype,)),
+                "extra rows weight": (self.weight, (rank, hidden_size), (dtype,)),
+                "extra rows output": (self.output, (rank,), (dtype,)),
             },
             self.weight.device,
         )
@@ -55,7 +55,7 @@ class Rider:
 
 
 @dataclass(frozen=True)
-class UnitRequest:
+class EarlyUnits:
     """Neurons whose score, second . inner + bias, reaches the threshold: `found` is what will hold them.
 
     inner [R], second [U, R], bias [U] of the model's type; `counters` int32 [2], zeros.
@@ -75,11 +75,11 @@ class UnitRequest:
         return 32 if num_units <= 32 * 2 * num_multiprocessors(self.second.device) else 64
 
     @staticmethod
-    def of(inner: Tensor, second: Tensor, bias: Tensor, threshold: float, counters: Tensor) -> "UnitRequest":
+    def of(inner: Tensor, second: Tensor, bias: Tensor, threshold: float, counters: Tensor) -> "EarlyUnits":
         """With memory for the list."""
         indices = torch.empty(len(second), dtype=torch.int32, device=second.device)
         found = ActiveList(indices=indices, length=counters[:1], num_active=counters[1:], is_early=True)
-        return UnitRequest(inner, second, bias, threshold, counters, found)
+        return EarlyUnits(inner, second, bias, threshold, counters, found)
 
     def in_plain_pytorch(self) -> None:
         """What the kernel would do, the list in ascending order."""
@@ -90,8 +90,8 @@ class UnitRequest:
 
 
 @dataclass(frozen=True)
-class GroupRequest:
-    """The `count` key-value groups with the largest scores: flags bool [1, G] will say which. Else as UnitRequest."""
+class EarlyGroups:
+    """The `count` key-value groups with the largest scores: flags bool [1, G] will say which. Else as EarlyUnits."""
 
     inner: Tensor
     second: Tensor
@@ -100,10 +100,10 @@ class GroupRequest:
     flags: Tensor
 
     @staticmethod
-    def of(inner: Tensor, second: Tensor, bias: Tensor, count: int) -> "GroupRequest":
+    def of(inner: Tensor, second: Tensor, bias: Tensor, count: int) -> "EarlyGroups":
         """With memory for the flags."""
         flags = torch.empty(1, len(second), dtype=torch.bool, device=second.device)
-        return GroupRequest(inner, second, bias, count, flags)
+        return EarlyGroups(inner, second, bias, count, flags)
 
     def in_plain_pytorch(self) -> None:
         """What the kernel would do."""
@@ -113,34 +113,34 @@ class GroupRequest:
 
 
 @dataclass
-class Requests:
-    """What one kernel is asked to serve: one choice of neurons and one of groups at most."""
+class EarlySelection:
+    """What one launch chooses besides: neurons of one block and groups of one at most."""
 
-    units: UnitRequest | None = None
-    groups: GroupRequest | None = None
+    units: EarlyUnits | None = None
+    groups: EarlyGroups | None = None
 
-    def add(self, request: UnitRequest | GroupRequest) -> bool:
-        """Take a request in; False if there is one of its kind already."""
-        if isinstance(request, UnitRequest):
-            taken, self.units = self.units is None, self.units or request
+    def add(self, choice: EarlyUnits | EarlyGroups) -> bool:
+        """Take a choice in; False if there is one of its kind already."""
+        if isinstance(choice, EarlyUnits):
+            taken, self.units = self.units is None, self.units or choice
         else:
-            taken, self.groups = self.groups is None, self.groups or request
+            taken, self.groups = self.groups is None, self.groups or choice
         return taken
 
     @property
     def num_programs(self) -> int:
-        """Programs that serve them: those for neurons first, one for groups last."""
+        """Extra programs: those for neurons first, one for groups last."""
         tiles = 0 if self.units is None else -(-len(self.units.second) // self.units.tile)
         return tiles + (self.groups is not None)
 
     def in_plain_pytorch(self) -> None:
-        """Serve them without a kernel."""
-        for request in (self.units, self.groups):
-            if request is not None:
-                request.in_plain_pytorch()
+        """What the kernel would do."""
+        for choice in (self.units, self.groups):
+            if choice is not None:
+                choice.in_plain_pytorch()
 
     def kernel_arguments(self) -> dict[str, Any]:
-        """What a kernel needs to serve them with `serve_units` and `serve_groups`; absent ones are None."""
+        """What a kernel passes on to `select_early_units` and `select_early_groups`; absent ones are None."""
         units, groups = self.units, self.groups
         threshold = 0.0
         if units is not None:  # as PyTorch compares: in the tensor's type. On the CPU, so nothing waits for the device.
@@ -172,7 +172,7 @@ if triton is not None:
     from modules.kernels.deferred_norm import wait_for_inputs
 
     @triton.jit
-    def serve_units(  # type: ignore[no-untyped-def]
+    def select_early_units(  # type: ignore[no-untyped-def]
         tile,
         inner,  # [RANK]
         second,  # [NUM_UNITS, RANK]
@@ -213,7 +213,7 @@ if triton is not None:
         tl.store(indices + start + tl.cumsum(active, axis=0) - 1, units, mask=active == 1)
 
     @triton.jit
-    def serve_groups(  # type: ignore[no-untyped-def]
+    def select_early_groups(  # type: ignore[no-untyped-def]
         inner,  # [RANK]
         second,  # [NUM_GROUPS, RANK]
         bias,  # [NUM_GROUPS]

@@ -1,9 +1,9 @@
-"""Choices that ride with attention: served by `attend`, compared with plain comparisons of known scores."""
+"""Early selection in the launch of `attend`, compared with plain comparisons of known scores."""
 
 import torch
 
 from modules.kernels.decode_attention import attend
-from modules.kernels.riders import GroupRequest, Requests, UnitRequest
+from modules.kernels.early_selection import EarlyGroups, EarlySelection, EarlyUnits
 from tests.modules.kernels import decode_attention_cases
 
 NAN = float("nan")
@@ -18,13 +18,13 @@ def assert_choices_hold(dtype: torch.dtype, *, device: str = "cpu") -> None:
     second[:3] = 0
     inner = torch.randn(5).to(dtype)
     counters = torch.zeros(2, dtype=torch.int32, device=device)
-    units = UnitRequest.of(inner.to(device), second.to(device), bias.to(device), threshold, counters)
+    units = EarlyUnits.of(inner.to(device), second.to(device), bias.to(device), threshold, counters)
     scores = torch.tensor([NAN, 1.0, 2.0, 1.0, 1.0, -1.0]).to(dtype)
-    groups = GroupRequest.of(inner.to(device), torch.zeros(6, 5, dtype=dtype, device=device), scores.to(device), 3)
-    requests = Requests()
-    assert requests.add(units) and requests.add(groups) and not requests.add(units)
+    groups = EarlyGroups.of(inner.to(device), torch.zeros(6, 5, dtype=dtype, device=device), scores.to(device), 3)
+    selection = EarlySelection()
+    assert selection.add(units) and selection.add(groups) and not selection.add(units)
     case = decode_attention_cases.SMALL_CASES[0]
-    attend(**decode_attention_cases.attention_inputs(case, dtype, device=device), requests=requests)
+    attend(**decode_attention_cases.attention_inputs(case, dtype, device=device), early=selection)
     exact = second.double() @ inner.double() + bias.double()
     reached = exact.to(dtype) >= torch.tensor(threshold, dtype=dtype)
     found = units.found.indices[: int(counters[0])].sort().values.cpu()
@@ -38,10 +38,10 @@ def assert_as_many_groups_are_flagged_as_asked_for(dtype: torch.dtype, *, device
     second, bias = torch.randn(32, 32).to(device, dtype), torch.randn(32).to(device, dtype)
     inputs = decode_attention_cases.attention_inputs(decode_attention_cases.SMALL_CASES[0], dtype, device=device)
     for _ in range(10):
-        request, requests = GroupRequest.of(torch.randn(32).to(device, dtype), second, bias, 16), Requests()
-        requests.add(request)
-        attend(**inputs, requests=requests)
-        assert request.flags.sum() == 16
-        scores = second.float() @ request.inner.float() + bias.float()
-        least, most = scores[request.flags[0]].min(), scores[~request.flags[0]].max()
+        choice, selection = EarlyGroups.of(torch.randn(32).to(device, dtype), second, bias, 16), EarlySelection()
+        selection.add(choice)
+        attend(**inputs, early=selection)
+        assert choice.flags.sum() == 16
+        scores = second.float() @ choice.inner.float() + bias.float()
+        least, most = scores[choice.flags[0]].min(), scores[~choice.flags[0]].max()
         assert least >= most - {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 1.0}[dtype]
