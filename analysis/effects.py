@@ -15,9 +15,10 @@ from statistics import mean
 from typing import Any
 
 from analysis.comparison import latest_records
-from analysis.intervals import CONFIDENCE, Estimate, estimate_of, mean_with_interval
+from analysis.intervals import Estimate, estimate_of, mean_with_interval
 from analysis.results import Record
 from analysis.studies import BLOCKS, DENSITY_LABELS, FACTORS, chosen, is_of_lookahead_study, usual_density
+from data.student_t import CONFIDENCE
 
 Levels = tuple[str, ...]  # one level a factor, in the order of FACTORS
 

@@ -12,8 +12,6 @@ from typing import Any, Literal
 from loguru import logger
 from torch import Tensor
 
-from analysis.embedding_drift import AddUp, DriftSums, Measure, StateMoments, StateRows, StateSource
-from analysis.linear_cka import CkaSums
 from analysis.results import Record, environment_stamp, make_record
 from analysis.studies import DENSITY_LABELS
 from modules.decoder import Decoder
@@ -23,6 +21,7 @@ from scripts.studies.activation_study import ActivationPoint, activation_study
 from scripts.studies.distance_measures import spread_layers
 from scripts.studies.distance_study import DistancePoint, distance_study
 from scripts.studies.drift_sources import MIN_WINDOWS, WindowStates, check_calibration
+from scripts.studies.embedding_drift import AddUp, CkaSums, DriftSums, Measure, StateMoments, StateRows, StateSource
 
 Part = Literal["drift", "distance", "activation"]
 PARTS: tuple[Part, ...] = ("drift", "distance", "activation")

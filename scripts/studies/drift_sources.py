@@ -1,9 +1,9 @@
 """Where the drift study gets its states from: a model run over windows of text, or an activation store; and its two
 texts, windows to calibrate on and windows to measure on, which share no token.
 
-Both sources give the same rows each time they are iterated, in sets of groups (see
-`analysis.embedding_drift.StateSource`), and give out at most `STATE_BYTES` of states at a time, whatever the model: of
-a large one fewer tokens of each window, evenly spaced.
+Both sources give the same rows each time they are iterated, in sets of groups (see `embedding_drift.StateSource`), and
+give out at most `STATE_BYTES` of states at a time, whatever the model: of a large one fewer tokens of each window,
+evenly spaced.
 
 Legend: W windows, T tokens, S states (2 per layer, and one), n rows, D hidden.
 """
@@ -17,7 +17,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from analysis.embedding_drift import StateRows
 from data.activation_store import ActivationStore
 from data.corpora import Side, iter_documents, parse_corpus, token_documents
 from modules.decoder import Decoder
@@ -28,6 +27,7 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.model_loading import LoadedModel
 from scripts.run_records import hash_of
 from scripts.studies.distance_measures import TEXT_SHARES
+from scripts.studies.embedding_drift import StateRows
 from sparse_predictor.streams import advance, begin_stream
 
 # Twice as much is held while one set of rows makes way for the next.

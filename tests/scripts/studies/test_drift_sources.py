@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from analysis.embedding_drift import StateRows
 from data.activation_store import ActivationStore
 from scripts.studies.drift_sources import StoredStates, WindowStates
+from scripts.studies.embedding_drift import StateRows
 from tests.modules.tiny_kinds import LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents

@@ -9,7 +9,7 @@ look-ahead l compares a point of layer i with the same point of layer i + l, x a
     standardised   cos((x - mean_x) / std_x, (y - mean_y) / std_y), channel by channel
     no_massive     cos(x, y) without the massive channels
     update         |s_k+1 - s_k| / |s_k|, of one half-block, per token
-    CKA            see `analysis.linear_cka`
+    CKA            linear centred kernel alignment, see below
 
 Means, standard deviations (of the population) and massive channels are those of a state's *ordinary* tokens: those that
 are not the first of their text, whose states in many models are a hundred times larger (Sun et al. 2024, "Massive
@@ -21,7 +21,20 @@ states.
 What is kept does not grow with the text: sums a group of rows (a window or document) and pair of layers. Groups are
 what the bootstrap draws for the 95 % intervals (`data.bootstrap`).
 
-Legend: S states (2L + 1), n rows, D hidden, G groups, A look-aheads, K states of one chain (even or odd ones), P pairs.
+CKA is streamed in minibatches of ordinary tokens (first ones would decide it), in the variants above but `centred`,
+which it is anyway:
+
+    K = X X^T, L = Y Y^T [n, n] of the same n rows
+    HSIC1(K, L) = 1 / (n (n - 3)) sum_ij K~_ij L~_ij
+    CKA = sum_b n_b HSIC1(K_b, L_b) / sqrt(sum_b n_b HSIC1(K_b, K_b) sum_b n_b HSIC1(L_b, L_b)), b over minibatches
+
+where K~ is K U-centred: K~_ij = K_ij - sum_i K_ij / (n-2) - sum_j K_ij / (n-2) + sum_ij K_ij / ((n-1)(n-2)), 0 on the
+diagonal. CKA is of Kornblith et al. 2019 ("Similarity of Neural Network Representations Revisited"); HSIC1 of Song et
+al. 2012, unbiased at any n; the sum over minibatches of Nguyen et al. 2021 ("Do Wide and Deep Networks Learn the Same
+Things?"). So nothing of size D x D is kept, and minibatches of any size estimate the same number.
+
+Legend: S states (2L + 1), n rows, D hidden, G groups, U units (sets of groups), A look-aheads, K states of one chain
+(even or odd ones), P pairs.
 """
 
 from __future__ import annotations
@@ -41,6 +54,9 @@ TOKENS = ("all", "first", "ordinary")
 MASSIVE_SHARE = 0.01
 # First positions of the spans over which `per_position` tells the raw cosine.
 POSITION_SPANS = (0, 1, 4, 16, 64, 256, 1024, 4096)
+CKA_VARIANTS = ("raw", "standardised", "no_massive")
+MAX_ROWS = 256  # of a minibatch of CKA
+MIN_ROWS = 4  # HSIC1 divides by n - 3
 WORKING_BYTES = 16 * 2**20  # of one copy of the states at work
 
 AddUp = Callable[[Tensor], Tensor]
@@ -268,6 +284,70 @@ class DriftSums:
         ]
 
 
+class CkaSums:
+    """HSIC1 of all pairs of states, summed per unit of the source."""
+
+    def __init__(self, source: StateSource, moments: StateMoments, lookaheads: Sequence[int]) -> None:
+        self.moments, self.lookaheads, self.num_units = moments, list(lookaheads), source.num_units
+        self.num_layers = len(source.present) // 2
+        sizes = (self.num_layers + 1, self.num_layers)  # states of the even and of the odd chain
+        self.sums = {
+            (variant, parity): torch.zeros(source.num_units, size, size, dtype=torch.float64, device=source.device)
+            for variant in CKA_VARIANTS
+            for parity, size in enumerate(sizes)
+        }
+
+    def add(self, rows: StateRows) -> None:
+        """Count these rows in; minibatches take every m-th of them, so that each mixes all of their texts."""
+        ordinary = (rows.positions > 0).nonzero().flatten()
+        num_batches = -(-len(ordinary) // MAX_ROWS)
+        for first in range(num_batches):
+            chosen = ordinary[first::num_batches]
+            if len(chosen) < MIN_ROWS:
+                continue
+            for (variant, parity), sums in self.sums.items():
+                # State by state: together they may be as much as all that the source holds.
+                products = [
+                    u_centred_products(self.moments.transform(rows.states[idx, chosen], idx, variant))
+                    for idx in range(parity, len(rows.states), 2)
+                ]
+                flat = torch.stack(products).flatten(1)
+                sums[rows.unit] += (flat @ flat.T).double() * len(chosen)
+
+    def finish(self, add_up: AddUp) -> None:
+        """Add what other ranks counted; everything is on the CPU then."""
+        self.sums = {key: add_up(sums.cpu()) for key, sums in self.sums.items()}
+
+    def measures(self, seed: int) -> Iterator[Measure]:
+        """CKA by point, look-ahead and variant."""
+        resampling = resampling_of(self.num_units, seed)
+        for point in POINTS:
+            parity, first = int(point == "after_attention"), int(point == "after_mlp")
+            for lookahead in self.lookaheads:
+                pairs = torch.arange(first, first + max(0, self.num_layers - lookahead))
+                present = self.moments.present[parity::2]
+                there = present[pairs] & present[pairs + lookahead]
+                for variant in CKA_VARIANTS:
+                    sums = self.sums[variant, parity]
+                    own = sums.diagonal(dim1=1, dim2=2)
+                    parts = [sums[:, pairs, pairs + lookahead], own[:, pairs], own[:, pairs + lookahead]]
+                    parts = [part[:, there] for part in parts]
+                    values = _alignment(*(part.sum(0) for part in parts))
+                    if not len(values) or not values.isfinite().all():
+                        continue  # no such pair, or a state that does not move at all
+                    value, interval = float(values.mean()), None
+                    if resampling is not None:
+                        resampled = _alignment(*(resampling.totals(part.T) for part in parts)).mean(0)
+                        interval = resampling.interval(value, resampled)
+                    yield Measure(
+                        metric="cka",
+                        labels={"point": point, "lookahead": lookahead, "variant": variant, "tokens": "ordinary"},
+                        value=value,
+                        interval=interval,
+                        per_layer=spread(values, there, self.num_layers),
+                    )
+
+
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     """0 where the denominator is."""
     return torch.where(denominator > 0, numerator / denominator.clamp_min(torch.finfo(denominator.dtype).tiny), 0.0)
@@ -283,3 +363,19 @@ def spread(values: Tensor, there: Tensor, num_layers: int) -> list[float | None]
 def resampling_of(num_groups: int, seed: int) -> Resampling | None:
     """None for a single group, which says nothing of others."""
     return Resampling(num_groups, seed) if num_groups > 1 else None
+
+
+def u_centred_products(rows: Tensor) -> Tensor:
+    """rows [n, D] -> U-centred X X^T [n, n], such that the sum of the elementwise product of two is n (n - 3) HSIC1,
+    times 1 / sqrt(n (n - 3)) each."""
+    n = len(rows)
+    rows = rows - rows.mean(0)  # changes nothing but the rounding
+    products = (rows @ rows.T).fill_diagonal_(0)
+    sums = products.sum(0)
+    products -= (sums[:, None] + sums[None, :]) / (n - 2)
+    products += sums.sum() / ((n - 1) * (n - 2))
+    return products.fill_diagonal_(0) / (n * (n - 3)) ** 0.5
+
+
+def _alignment(product: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    return product / (own * other).sqrt()

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from analysis.embedding_drift import DriftSums, Measure, StateMoments, StateRows
-from analysis.linear_cka import CkaSums, u_centred_products
+from scripts.studies.embedding_drift import CkaSums, DriftSums, Measure, StateMoments, StateRows, u_centred_products
 
 LAYERS, WINDOWS, TOKENS, HIDDEN = 4, 6, 9, 8
 LOOKAHEADS = range(1, 9)
@@ -228,7 +227,7 @@ def hsic(x: np.ndarray, y: np.ndarray) -> float:
 
 @pytest.mark.parametrize("max_rows", [256, 13])
 def test_cka_is_hsic_of_minibatches_summed_by_their_rows(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("analysis.linear_cka.MAX_ROWS", max_rows)
+    monkeypatch.setattr("scripts.studies.embedding_drift.MAX_ROWS", max_rows)
     states = made_up_states()
     found = measures_of(MadeUpStates(states, windows_at_once=4))
     for variant in ("raw", "standardised", "no_massive"):
