@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modules.decoder import Decoder
 from modules.generation import generate
@@ -139,3 +140,23 @@ def test_densities_are_those_of_decode_steps_if_there_were_any() -> None:
     assert densities([1, 4, 6, 10, 1, 1, 1, 1]) == {"attention": 0.25, "mlp": 0.6}
     assert densities([0, 0, 0, 0, 1, 2, 3, 4]) == {"attention": 0.5, "mlp": 0.75}
     assert densities([0.0] * 8) == {"attention": 1.0, "mlp": 1.0}
+
+
+class CountedOperations(TorchDispatchMode):
+    """How many tensor operations were asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_where_all_rows_go_on_the_next_step_is_not_held_up_by_tensors() -> None:
+    queue = deque(RunningRequest(idx, one, CONTEXT) for idx, one in enumerate(requests_of([(2, 6), (3, 6)])))
+    microbatch = Microbatch(tiny("llama", True), 2, 20, counts_units=True, use_graphs=False)
+    microbatch.admit(queue, [])
+    with CountedOperations() as operations:
+        microbatch.admit(queue, [])
+    # On a GPU each would wait for the step that runs there, and the one after it could not be queued in time.
+    assert microbatch.turn is not None and microbatch.turn.phase == "decode" and operations.count == 0
