@@ -24,8 +24,7 @@ import tyro
 from loguru import logger
 from tqdm import tqdm
 
-from data.console import console
-from data.files import changed_files, disk_errors, only_writer, read_json, write_json
+from data.files import changed_files, console, disk_errors, only_writer, read_json, write_json
 from modules.checkpoint.gguf import GgufFile
 from modules.checkpoint.load import load_config, read_hf_config
 from modules.checkpoint.manifest import Manifest, read_manifest

@@ -18,9 +18,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-from data.differences import differences
-from data.files import convert_json, disk_errors, is_stream, parse_json, write_json
-from data.json_lines import NUM_TOKEN_IDS
+from data.files import NUM_TOKEN_IDS, convert_json, differences, disk_errors, is_stream, parse_json, write_json
 from data.prompts import PromptRequest
 
 MANIFEST_SUFFIX = ".manifest.json"  # appended to the whole name: the answers may have any suffix

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.json_lines import check_token_ids, read_json_lines
+from data.files import check_token_ids, read_json_lines
 
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", *OPTIONS)

@@ -16,8 +16,16 @@ import numpy as np
 from loguru import logger
 
 from data.files import changed_files, disk_errors, replace_file, sha256_of
-from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, FileLayout, StoreLayout
-from data.store_manifest import ShardedManifest, StoreManifest, parse_manifest
+from data.store_manifest import (
+    BIT_ORDER,
+    MANIFEST_NAME,
+    TOKEN_IDS_NAME,
+    FileLayout,
+    ShardedManifest,
+    StoreLayout,
+    StoreManifest,
+    parse_manifest,
+)
 
 BUFFER_BYTES = 256 * 2**10
 CHECKED_BYTES = 2**18  # float16 values are checked in blocks that stay in the cache

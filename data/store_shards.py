@@ -20,8 +20,19 @@ from typing import Any
 import numpy as np
 
 from data.store_files import MappedFiles, read_manifest
-from data.store_layout import BIT_ORDER, MANIFEST_NAME, TOKEN_IDS_NAME, StoreLayout, layout_differences, shard_name
-from data.store_manifest import DocumentRange, ShardedManifest, StoreManifest, describe_sizes, split_documents
+from data.store_manifest import (
+    BIT_ORDER,
+    MANIFEST_NAME,
+    TOKEN_IDS_NAME,
+    DocumentRange,
+    ShardedManifest,
+    StoreLayout,
+    StoreManifest,
+    describe_sizes,
+    layout_differences,
+    shard_name,
+    split_documents,
+)
 
 # Rows joined at a time: bounds what a read takes beside its result.
 BLOCK_ROWS = 4096

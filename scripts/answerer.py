@@ -1,13 +1,15 @@
 """Lists of requests, log-likelihoods or texts to be written, answered by a loaded model, dense or sparse, on all ranks.
 
-Whatever lm-eval's tasks ask comes down to such lists. Nothing here needs lm-eval.
+Whatever lm-eval's tasks ask comes down to such lists; nothing here needs lm-eval. Of log-likelihoods only the logits
+that are needed are made: requests that differ in their last token only (the letters of a multiple choice) are one row
+of one batch. `batch_size=auto`: how many rows fit, from what a forward pass was measured to need.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,14 +17,165 @@ from typing import Any
 import torch
 from loguru import logger
 
+from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult
+from modules.scoring import describe_problem, score_rows
 from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
-from scripts.batch_sizes import BatchSizes
+from pipeline_parallel.launch import current_launch
+from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import progress
-from scripts.continuations import Continuation, score_continuations
 from scripts.model_loading import LoadedModel
 from scripts.run_records import achieved_on_mesh, hash_of
 from sparse_predictor.selection import Selection, attach_selection
+
+CPU_ROWS = 8  # more do not make a CPU faster
+MOST_ROWS = 64
+PROBE_TOKENS = 512
+# A masked sparse pass holds scores and masks beside the activations of the dense one that is measured.
+ALLOWANCE = 2.0
+USABLE = 0.8  # of the free memory: what is left over is for fragments and graphs
+
+
+class BatchSizes:
+    """Rows that run together: a fixed number, or as many as fit, the same on all ranks.
+
+    Making one with `fixed` None is a collective call: each GPU runs two dense passes and keeps what a token took.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, fixed: int | None, most: int | None = None) -> None:
+        self.fixed, self.most = fixed, MOST_ROWS if most is None else most
+        self.taken: set[int] = set()  # what was used, for whoever reports it
+        self._loaded = loaded
+        self._fitting: dict[tuple[int, int], int] = {}
+        self._bytes_per_token = 0.0
+        if fixed is None and loaded.model.device.type == "cuda":
+            self._bytes_per_token = self._measure() * ALLOWANCE
+        elif fixed is None:
+            self.fixed = min(CPU_ROWS, self.most)
+            logger.info(f"batch size auto: {self.fixed} rows on a CPU")
+
+    def for_scoring(self, num_tokens: int) -> int:
+        """Rows of so many tokens in one forward pass (a collective call)."""
+        return self._rows(num_tokens, 0)
+
+    def for_generation(self, num_prompt: int, num_tokens: int) -> int:
+        """Rows of so many prompt tokens and `num_tokens` in all, whose keys and values are kept (a collective call)."""
+        return self._rows(num_prompt, num_tokens)
+
+    def _rows(self, num_passed: int, num_cached: int) -> int:
+        if self.fixed is not None:
+            self.taken.add(self.fixed)
+            return self.fixed
+        # In powers of two: ranks have to agree, and not on every batch.
+        sizes = (_power_above(num_passed), _power_above(num_cached) if num_cached else 0)
+        if sizes not in self._fitting:
+            model, device = self._loaded.model, self._loaded.model.device
+            cache = model.new_cache(1, 1)
+            cached_bytes = 2 * cache.keys.numel() * cache.keys.element_size()
+            needed = sizes[0] * self._bytes_per_token + sizes[1] * cached_bytes
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + unused
+            fit = min(self._loaded.mesh.gather(int(free * USABLE / needed)))
+            rows = max(1, min(fit, self.most))
+            self._fitting[sizes] = 1 << (rows.bit_length() - 1)
+            logger.info(f"batch size auto: {self._fitting[sizes]} rows of up to {max(sizes)} tokens")
+        self.taken.add(self._fitting[sizes])
+        return self._fitting[sizes]
+
+    @torch.inference_mode()
+    def _measure(self) -> float:
+        """Bytes that one more token of a dense pass takes at its peak."""
+        model, device = self._loaded.model, self._loaded.model.device
+        num_tokens = min(PROBE_TOKENS, model.config.max_position_embeddings)
+        peaks = []
+        for rows in (3, 1, 3):  # the first sets libraries up, workspaces of the larger size included
+            torch.cuda.reset_peak_memory_stats(device)
+            token_ids = torch.zeros(rows, num_tokens, dtype=torch.int64, device=device)
+            hidden_states = model(token_ids, phase="prefill")
+            del hidden_states
+            peaks.append(torch.cuda.max_memory_allocated(device))
+        return max(1.0, (peaks[2] - peaks[1]) / (2 * num_tokens))
+
+
+def _power_above(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+Score = tuple[float, bool]
+Row = tuple[tuple[int, ...], int]  # the tokens that are run, and how many of them are context
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens whose last `num_scored` are scored, given all those before each; at least one token stands before them.
+
+    The last token conditions nothing, so `token_ids` may be one longer than the model's context.
+    """
+
+    token_ids: Sequence[int]
+    num_scored: int
+
+
+def score_continuations(
+    model: Decoder,
+    mesh: ParallelMesh,
+    continuations: Sequence[Continuation],
+    *,
+    batch_size: Callable[[int], int],
+    on_scored: Callable[[int], object] | None = None,
+) -> list[Score]:
+    """(sum of log-probabilities in nats, is every token the model's first choice) of each, in order, on all ranks.
+
+    A collective call: every rank hands over the same. `batch_size(num_tokens)` is how many rows of at most so many
+    tokens run together. `on_scored(n)` hears of n more requests. ValueError for tokens the model cannot run and for
+    logits that are not finite.
+    """
+    rows: dict[Row, list[int]] = {}
+    for idx, one in enumerate(continuations):
+        conditions, target = list(one.token_ids[:-1]), list(one.token_ids[-1:])
+        problem = describe_problem(model, conditions) or describe_problem(model, target)
+        if problem or not 0 < one.num_scored < len(one.token_ids):
+            problem = (
+                problem or f"{one.num_scored} of {len(one.token_ids)} tokens to be scored; one at least stands before"
+            )
+            raise ValueError(f"request {idx}: {problem}")
+        rows.setdefault((tuple(conditions), len(one.token_ids) - one.num_scored), []).append(idx)
+    # Longest first: neighbours are of similar length, and what does not fit in memory fails at once.
+    order = sorted(rows, key=lambda row: (-len(row[0]), row))
+    found: dict[int, Score] = {}
+    place, batch_idx = 0, 0
+    while place < len(order):
+        batch = order[place : place + batch_size(len(order[place][0]))]
+        # Batches are dealt to the replicas, not rows: the same ones run together however many replicas there are.
+        if batch_idx % mesh.dp_size == mesh.dp_rank:
+            found.update(_score_batch(model, batch, [rows[row] for row in batch], continuations))
+        place, batch_idx = place + len(batch), batch_idx + 1
+        if on_scored is not None:
+            on_scored(sum(len(rows[row]) for row in batch))
+    if mesh.dp_size > 1:
+        current_launch().barrier()
+    everybody: dict[int, Score] = {}
+    for part in mesh.gather(found):
+        everybody.update(part)
+    return [everybody[idx] for idx in range(len(continuations))]
+
+
+def _score_batch(
+    model: Decoder,
+    batch: Sequence[Row],
+    requests: Sequence[Sequence[int]],
+    continuations: Sequence[Continuation],
+) -> dict[int, Score]:
+    """Scores of one batch of rows by request; {} on a pipeline stage without the head."""
+    asked = [(row, idx) for row, indices in enumerate(requests) for idx in indices]
+    targets = [(row, continuations[idx].token_ids[-continuations[idx].num_scored :]) for row, idx in asked]
+    names = [f"request {idx}" for _, idx in asked]
+    found = score_rows(model, [ids for ids, _ in batch], targets, names, [context for _, context in batch])
+    return {
+        idx: (float(scores.logprobs.double().sum()), bool(scores.greedy.all()))
+        for (_, idx), scores in zip(asked, found, strict=model.is_last)
+    }
 
 
 @dataclass(frozen=True)

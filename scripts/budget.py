@@ -26,6 +26,7 @@ from modules.scoring import check_window
 from modules.sparsity import BLOCKS, Block, SparsityStats
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, ModelOptions
+from scripts.written_text import self_writer
 from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, Thresholds, allocate, as_lists, predictors_id
 from sparse_predictor.cost import achieved, num_weights, weights_by_density
 from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity, set_thinning, set_threshold
@@ -179,7 +180,7 @@ def grid_of(options: Options, model: Decoder, block: Block) -> list[float]:
 def read_windows(loaded: LoadedModel, options: Options) -> tuple[Tensor, Tensor]:
     """int64 [B, window] to measure on, and of later documents to check on."""
     wanted = [options.tokens, options.check_tokens]
-    writer = loaded.self_writer(quiet=options.quiet, max_tokens=2 * sum(wanted))
+    writer = self_writer(loaded, quiet=options.quiet, max_tokens=2 * sum(wanted))
     documents = iter_documents(options.corpus, side="train", self_writer=writer)
     token_ids = token_documents(loaded.tokenizer, documents, vocab_size=loaded.model.config.vocab_size)
     first, second = (_windows(token_ids, number, options) for number in wanted)

@@ -28,15 +28,21 @@ from data.files import convert_json, parse_json, replace_file
 from modules.checkpoint.load import build_on_meta, load_config
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.answerer import Answerer, Call
-from scripts.batch_sizes import BatchSizes
+from scripts.answerer import Answerer, BatchSizes, Call
 from scripts.command_line import progress, run_stage
 from scripts.evaluate import PERPLEXITY
-from scripts.lm_eval_tasks import Benchmark, TaskOptions, expand_presets, load_benchmarks
+from scripts.lm_eval_tasks import (
+    Benchmark,
+    TaskOptions,
+    TaskRun,
+    evaluate_benchmark,
+    expand_presets,
+    load_benchmarks,
+    records_of_runs,
+)
 from scripts.model_loading import LoadedModel, RunOptions, model_name, resolve_model
 from scripts.run_records import RecordBook, model_labels, run_labels, sources_of, tell_tables
 from scripts.selection_options import SweepOptions, attach_each
-from scripts.task_runs import TaskRun, evaluate_benchmark, records_of_runs
 from sparse_predictor.selection import Selection, remove_sparsity
 
 FORMAT, FORMAT_VERSION = "requests of lm-eval's tasks", 1

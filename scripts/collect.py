@@ -13,14 +13,21 @@ from typing import Literal
 from loguru import logger
 
 from analysis.results import environment_stamp
-from data.activation_store import ActivationStore, ActivationStoreWriter
+from data.activation_store import (
+    ActivationStore,
+    ActivationStoreWriter,
+    Gather,
+    open_shard_writer,
+    shard_state,
+    wait_for_shards,
+)
 from data.corpora import TokenPiece, iter_documents, parse_corpus, token_pieces
-from data.shard_writer import Gather, open_shard_writer, shard_state, wait_for_shards
-from data.store_layout import StoreLayout, layout_differences
+from data.store_manifest import StoreLayout, layout_differences
 from pipeline_parallel.engine import check_same_everywhere
 from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
+from scripts.written_text import self_writer
 from sparse_predictor.collect import ActivationRecorder, Units, collect_documents, store_part
 from sparse_predictor.labels import default_definition
 from sparse_predictor.store import weights_sample
@@ -107,7 +114,7 @@ def collect(options: Options) -> ActivationStore | None:
         iter_documents(
             options.corpus,
             side="train",
-            self_writer=loaded.self_writer(quiet=options.quiet, max_tokens=options.max_tokens),
+            self_writer=self_writer(loaded, quiet=options.quiet, max_tokens=options.max_tokens),
         ),
         max_tokens=options.max_tokens,
         max_document_tokens=piece_tokens,

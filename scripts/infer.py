@@ -13,7 +13,7 @@ from typing import Any
 from loguru import logger
 
 from data.completions import CompletionRecord, CompletionWriter, check_output, request_identity
-from data.json_lines import require_file
+from data.files import require_file
 from data.prompts import PromptRequest, check_option, read_prompts, seed_of
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams

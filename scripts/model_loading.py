@@ -1,15 +1,19 @@
 """From `--model` to a model that is ready to run, with its tokenizer and its generation defaults.
 
-A model is a converted folder, a Hugging Face folder, or a hub id (downloaded once into Hugging Face's cache).
+A model is a converted folder, a Hugging Face folder, or a hub id (downloaded once into Hugging Face's cache). On a CPU
+it gets the cores that are idle when the stage starts: a step of decoding is hundreds of parallel regions of some 10 µs
+each, and every one ends when its slowest thread does. Two threads on two cores with four other jobs wrote 5 to 34
+tokens/s where one wrote 75 to 150. `scripts/__init__.py` keeps threads from spinning long, for work that begins later.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterator
+import time
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +34,46 @@ from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import OverlapTokens, check_overlap_tokens, choose_overlap
 from scripts.generation_defaults import GenerationDefaults, read_generation_defaults
-from scripts.threads import share_cores
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+LOAD = Path("/proc/loadavg")
+NUM_SAMPLES, SAMPLE_S = 10, 0.01
+
+
+@cache
+def share_cores() -> int:
+    """Set torch's number of threads once per process, unless a variable names it, and return it."""
+    threads = torch.get_num_threads()
+    if threads == 1 or any(os.environ.get(name) for name in THREAD_VARIABLES):
+        return threads
+    cores, busy = os.cpu_count() or threads, busy_cores()
+    chosen = idle_threads(threads, cores, busy)
+    if chosen < threads:
+        logger.info(
+            f"{chosen} of {threads} threads: about {busy:.0f} threads of other work want the {cores} cores; "
+            f"{THREAD_VARIABLES[0]} sets another number"
+        )
+        torch.set_num_threads(chosen)
+    return chosen
+
+
+def idle_threads(threads: int, cores: int, busy: float) -> int:
+    """At most `threads`, and no more than cores are idle; at least 1."""
+    return max(1, min(threads, round(cores - busy)))
+
+
+def busy_cores() -> float:
+    """Threads of others that are running or want to, over a tenth of a second; 0 where the system does not say."""
+    seen = []
+    for _ in range(NUM_SAMPLES):
+        try:
+            # "0.20 0.18 0.12 3/404 1234": three threads want to run, this one among them.
+            seen.append(int(LOAD.read_text().split()[3].partition("/")[0]) - 1)
+        except (OSError, ValueError, IndexError):
+            return 0.0
+        time.sleep(SAMPLE_S)
+    return sum(seen) / len(seen)
+
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -223,15 +266,6 @@ class LoadedModel:
         if self.mesh.rank == 0:
             self._generation_defaults.tell()
         return self._generation_defaults
-
-    def self_writer(
-        self, *, quiet: bool = False, max_tokens: int | None = None
-    ) -> Callable[[int], Iterator[list[int]]]:
-        """seed -> the documents of `--corpus self:SEED`, endless, kept for the next run; `max_tokens` (how many will be
-        read) sizes the batches, so that little is written in vain."""
-        from scripts.kept_text import kept_documents
-
-        return lambda seed: kept_documents(self, seed=seed, max_tokens=max_tokens, quiet=quiet)
 
 
 def tokenizer_fingerprint(directory: Path) -> str | None:

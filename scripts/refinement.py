@@ -16,6 +16,7 @@ from data.corpora import iter_documents, parse_corpus, token_documents
 from scripts.command_line import progress, show_step
 from scripts.model_loading import LoadedModel, ModelOptions
 from scripts.run_records import hash_of
+from scripts.written_text import self_writer
 from sparse_predictor.predictor import PredictorStack
 from sparse_predictor.refine import RefineOptions, refine
 from sparse_predictor.training_data import TrainingRows
@@ -120,7 +121,7 @@ def refinement_text(flags: RefinementFlags, loaded: LoadedModel, rows: TrainingR
         iter_documents(
             flags.refine_corpus,
             side="train",
-            self_writer=loaded.self_writer(quiet=flags.quiet, max_tokens=flags.refine_tokens),
+            self_writer=self_writer(loaded, quiet=flags.quiet, max_tokens=flags.refine_tokens),
         ),
         vocab_size=rows.model.config.vocab_size,
     )

@@ -14,7 +14,7 @@ from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
 from data.files import check_sums, only_writer, replace_file
-from data.store_layout import SPLITS
+from data.store_manifest import SPLITS
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step

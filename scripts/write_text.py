@@ -17,12 +17,11 @@ import msgspec
 from loguru import logger
 
 from data.completions import MANIFEST_SUFFIX
-from data.differences import differences
-from data.files import parse_json, read_json, write_json
+from data.files import differences, parse_json, read_json, write_json
 from modules.checkpoint.sources import checkpoint_fingerprint
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions, resolve_model
-from scripts.self_text import write_documents
+from scripts.written_text import write_documents
 
 
 @dataclass(frozen=True, kw_only=True)

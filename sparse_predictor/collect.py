@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from data.activation_store import ActivationStoreWriter
 from data.corpora import TokenPiece
-from data.store_layout import StorePart
+from data.store_manifest import StorePart
 from modules.attention import Attention
 from modules.decoder import Decoder
 from modules.feed_forward import FeedForward, unit_norms

@@ -23,8 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from data.activation_store import ActivationStore
-from data.differences import differences
-from data.files import convert_json, holder_of, read_json, replace_file, sha256_of, write_json
+from data.files import convert_json, differences, holder_of, read_json, replace_file, sha256_of, write_json
 from modules.decoder import Decoder
 from modules.sparsity import Block, Reduce
 from sparse_predictor.calibration import LayerCalibration

@@ -26,6 +26,7 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
 from scripts.model_loading import LoadedModel, RunOptions
 from scripts.selection_options import SelectionOptions
+from scripts.written_text import self_writer
 
 PROMPT_TOKENS = (16, 32, 64, 128)  # taking turns, so that batches are ragged
 
@@ -103,7 +104,7 @@ def read_requests(options: Options, loaded: LoadedModel) -> list[GenerationReque
     """Ragged prompts from the corpus; ValueError if it holds too few."""
     documents = token_documents(
         loaded.tokenizer,
-        iter_documents(options.corpus, side="test", self_writer=loaded.self_writer(quiet=options.quiet)),
+        iter_documents(options.corpus, side="test", self_writer=self_writer(loaded, quiet=options.quiet)),
         vocab_size=loaded.model.config.vocab_size,
         max_tokens=None,
     )

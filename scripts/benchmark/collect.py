@@ -14,10 +14,11 @@ from loguru import logger
 from analysis.results import Record, append_record, make_record
 from data.activation_store import ActivationStoreWriter
 from data.corpora import TokenPiece, iter_documents, token_pieces
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 from modules.scoring import pad_right
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import LoadedModel, ModelOptions
+from scripts.written_text import self_writer
 from sparse_predictor.collect import ActivationRecorder, collect_documents, ragged_batches
 
 MAX_BATCH_TOKENS = 4096
@@ -46,7 +47,9 @@ def main(options: Options) -> Record:
     pieces = list(
         token_pieces(
             loaded.tokenizer,
-            iter_documents(options.corpus, side="train", self_writer=loaded.self_writer(max_tokens=options.max_tokens)),
+            iter_documents(
+                options.corpus, side="train", self_writer=self_writer(loaded, max_tokens=options.max_tokens)
+            ),
             max_tokens=options.max_tokens,
             max_document_tokens=min(2048, model.config.max_position_embeddings),
         )

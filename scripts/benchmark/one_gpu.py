@@ -37,8 +37,8 @@ from scripts.benchmark.random_predictors import Sizes, attach_random
 from scripts.benchmark.step_bytes import step_bytes
 from scripts.benchmark.subject import Subject, SubjectOptions, load_subject
 from scripts.benchmark.timing import measure_read_ceiling
+from scripts.evaluate import Score, compared
 from scripts.model_loading import Dtype, resolve_device
-from scripts.perplexity_runs import Score, compared
 from scripts.run_records import run_labels, sources_of
 from scripts.train import parse_rank
 from sparse_predictor.cost import achieved

@@ -22,6 +22,7 @@ from scripts.benchmark.engine import Options as EngineOptions
 from scripts.benchmark.engine import requests as random_requests
 from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
 from scripts.model_loading import Dtype, LoadedModel, model_name, resolve_dtype, resolve_model
+from scripts.written_text import self_writer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ def read_text(options: SubjectOptions, loaded: LoadedModel, num_prompts: int) ->
         raise ValueError("--corpus self has no end; say with --max-windows how much of it to score")
     enough = None if options.max_windows is None else options.max_windows * options.window
     max_tokens = None if enough is None else max(enough, num_prompts * options.prompt_tokens)
-    writer = loaded.self_writer(quiet=options.quiet, max_tokens=max_tokens)
+    writer = self_writer(loaded, quiet=options.quiet, max_tokens=max_tokens)
     documents = list(
         token_documents(
             loaded.tokenizer,

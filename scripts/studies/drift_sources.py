@@ -28,6 +28,7 @@ from scripts.model_loading import LoadedModel
 from scripts.run_records import hash_of
 from scripts.studies.distance_measures import TEXT_SHARES
 from scripts.studies.embedding_drift import StateRows
+from scripts.written_text import self_writer
 from sparse_predictor.streams import advance, begin_stream
 
 # Twice as much is held while one set of rows makes way for the next.
@@ -264,7 +265,7 @@ def _all_windows(loaded: LoadedModel, spec: str, side: Side, *, window: int, wan
     """[W, T]: up to `SPREAD` times as many as wanted, or just as many of a text that has to be written first."""
     is_written = parse_corpus(spec, side="test").kind == "self"
     max_tokens = wanted * window * (1 if is_written else SPREAD)
-    writer = loaded.self_writer(quiet=quiet, max_tokens=max_tokens)
+    writer = self_writer(loaded, quiet=quiet, max_tokens=max_tokens)
     documents = token_documents(
         loaded.tokenizer,
         iter_documents(spec, side=side, self_writer=writer),

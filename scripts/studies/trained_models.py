@@ -27,8 +27,7 @@ from torch import Tensor
 from analysis.results import Record, make_record
 from data.bootstrap import Resampling
 from data.corpora import iter_documents, parse_corpus
-from data.differences import differences
-from data.files import changed_files, only_writer, read_json, replace_file, sha256_of, write_json
+from data.files import changed_files, differences, only_writer, read_json, replace_file, sha256_of, write_json
 from modules.checkpoint.manifest import MANIFEST_FILE, Manifest
 from modules.checkpoint.tokenizer import MAIN_FILES, TOKENIZER_FILES, open_tokenizer
 from modules.checkpoint.write import write_model

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,8 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-from data.activation_store import ActivationStoreWriter
-from data.shard_writer import Gather, open_shard_writer
-from data.store_layout import StoreLayout, StorePart
+from data.activation_store import ActivationStoreWriter, Gather, open_shard_writer
+from data.store_manifest import StoreLayout, StorePart
 from tests.modules.unit_shard_ranks import Ranks
 
 MakeDocument = Callable[..., Any]

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
-from data.store_layout import StoreLayout
-from data.store_manifest import split_documents
+from data.store_manifest import StoreLayout, split_documents
 
 
 def fill(directory: Path, layout: StoreLayout, make_document: Callable[..., Any], lengths: list[int]) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 
 ReadFolder = Callable[[Path], dict[str, bytes]]
 
@@ -91,7 +91,7 @@ CHILD = """
 import sys
 import numpy as np
 from data.activation_store import ActivationStoreWriter
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 
 layout = StoreLayout(model="tiny", config_hash="0", dtype="float32", layers=(0, 1), hidden_size=64,
                      intermediate_size=256, num_attention_heads=4)

@@ -18,7 +18,7 @@ from loguru import logger
 from data.activation_store import ActivationStore, ActivationStoreWriter
 from data.files import only_writer
 from data.store_files import BLOCK_BYTES, SAMPLED_BLOCKS
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 
 Layout = Callable[..., StoreLayout]
 MakeDocument = Callable[..., Any]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 
 Layout = Callable[..., StoreLayout]
 MakeDocument = Callable[..., Any]

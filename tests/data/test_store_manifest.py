@@ -11,8 +11,7 @@ import pytest
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
 from data.store_files import write_manifest
-from data.store_layout import StoreLayout
-from data.store_manifest import ShardedManifest
+from data.store_manifest import ShardedManifest, StoreLayout
 from tests.data.spoiled_json import spoiled
 
 

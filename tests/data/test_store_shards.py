@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.activation_store import ActivationStore
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 from data.store_shards import JoinedArray
 from tests.data.sharded_runs import Cut, MakeDocument, Pieces, collect_sharded, collect_whole
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from data.activation_store import ActivationStore, ActivationStoreWriter
-from data.shard_writer import open_shard_writer
+from data.activation_store import ActivationStore, ActivationStoreWriter, open_shard_writer
 from data.store_files import write_manifest
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 from tests.data.sharded_runs import Cut, MakeDocument, Pieces, collect_sharded, collect_whole, on_ranks
 
 Layout = Callable[..., StoreLayout]
@@ -189,7 +188,7 @@ def test_the_free_disk_is_checked_for_the_whole_before_anything_is_written(
 def test_a_folder_that_the_processes_do_not_share_is_refused(
     tmp_path: Path, make_layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.shard_writer.VISIBLE_WITHIN_S", 0.0)
+    monkeypatch.setattr("data.activation_store.VISIBLE_WITHIN_S", 0.0)
     hosts = [tmp_path / "here", tmp_path / "there"]
     with pytest.raises(ValueError, match="there/manifest.json.* is not visible here: the folder must be shared"):
         on_ranks(

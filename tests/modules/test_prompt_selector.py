@@ -13,7 +13,7 @@ from modules.scoring import score_windows, windows_likelihood
 from modules.selectors import PromptSelector
 from modules.sparsity import SparsityStats
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.continuations import Continuation, score_continuations
+from scripts.answerer import Continuation, score_continuations
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import scripts.collect
-from data.activation_store import ActivationStoreWriter
-from data.shard_writer import open_shard_writer
+from data.activation_store import ActivationStoreWriter, open_shard_writer
 from pipeline_parallel.launch import distributed
 from scripts.collect import Options
 from tests.modules.tiny_kinds import KINDS

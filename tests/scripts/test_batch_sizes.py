@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.batch_sizes import ALLOWANCE, CPU_ROWS, MOST_ROWS, USABLE, BatchSizes
+from scripts.answerer import ALLOWANCE, CPU_ROWS, MOST_ROWS, USABLE, BatchSizes
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 

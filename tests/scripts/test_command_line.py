@@ -195,7 +195,7 @@ def test_long_work_says_once_how_long_it_takes(
     sink = logger.add(lambda message: lines.append(str(message).strip()), level="INFO", format="{message}")
     now = 1000.0
     bar = progress((), "refining", total=total, unit="step")
-    monkeypatch.setattr("scripts.expected_time.time.monotonic", lambda: now)
+    monkeypatch.setattr("scripts.command_line.time.monotonic", lambda: now)
     bar.update(0)
     now += 1000.0
     bar.update(1)  # the first step is slower than the others
@@ -274,7 +274,7 @@ def test_work_that_waits_for_other_work_leaves_it_to_that_to_say_how_long_it_tak
     lines: list[str] = []
     sink = logger.add(lambda message: lines.append(str(message).strip()), level="INFO", format="{message}")
     now = 1000.0
-    monkeypatch.setattr("scripts.expected_time.time.monotonic", lambda: now)
+    monkeypatch.setattr("scripts.command_line.time.monotonic", lambda: now)
     collecting = progress((), "collecting", total=1000, unit="tok")
     with progress((), "writing text", total=1000, unit="tok") as writing:
         for _ in range(3):

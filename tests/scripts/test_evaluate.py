@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from analysis.results import read_records
 from modules.scoring import Likelihood
-from scripts import perplexity_runs
+from scripts import evaluate as perplexity_runs
 from scripts.command_line import run_stage
 from scripts.evaluate import Options, main
 from scripts.run_records import gguf_source

@@ -10,7 +10,7 @@ import lm_eval.utils
 import pytest
 
 import scripts.evaluate
-import scripts.task_runs
+import scripts.lm_eval_tasks
 from analysis.results import Record, read_records
 from data.arithmetic import (
     FEWSHOT_SEED,
@@ -108,10 +108,10 @@ def test_a_standard_error_of_zero_is_recorded_of_many_answers_only(num_samples: 
     sizes = {"group": num_samples + 1000, "few": num_samples, "many": 1000}
     scores = {"acc,none": 0.5, "acc_stderr,none": 0.0, "exact_match,none": 0.5, "exact_match_stderr,none": 0.25}
     results = {task: {**scores, "sample_len": size} for task, size in sizes.items()}
-    found = scripts.task_runs._values({"results": results}, benchmark)
+    found = scripts.lm_eval_tasks._values({"results": results}, benchmark)
     assert found["group", "acc", "none"] == (0.5, stderr) and found["many", "acc", "none"] == (0.5, 0.0)
     assert found["group", "exact_match", "none"] == (0.5, 0.25)
-    assert scripts.task_runs._share([True] * num_samples) == (1.0, stderr)
+    assert scripts.lm_eval_tasks._share([True] * num_samples) == (1.0, stderr)
 
 
 def test_agreement_is_the_share_of_the_dense_models_answers(folder: Path, sweep: Path, tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_a_resumed_sweep_is_an_uninterrupted_one(
     (tmp_path / "r.jsonl").write_bytes(part)
     runs: list[str] = []
     monkeypatch.setattr(
-        scripts.task_runs,
+        scripts.lm_eval_tasks,
         "evaluate_benchmark",
-        lambda model, benchmark, limit, run=scripts.task_runs.evaluate_benchmark: (
+        lambda model, benchmark, limit, run=scripts.lm_eval_tasks.evaluate_benchmark: (
             runs.append(benchmark.name) or run(model, benchmark, limit)
         ),
     )

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 from loguru import logger
 
-import scripts.kept_text
+import scripts.written_text
 from data.corpora import iter_documents
 from data.files import only_writer
-from scripts.kept_text import kept_documents, text_path
 from scripts.model_loading import LoadedModel, ModelOptions
-from scripts.self_text import write_documents
+from scripts.written_text import kept_documents, text_path, write_documents
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
 from tests.scripts.tiny_prompts import words_folder
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, and batches of three documents."""
     monkeypatch.setenv("DEJAVU_LAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("scripts.kept_text.BATCH_SIZE", 3)
+    monkeypatch.setattr("scripts.written_text.BATCH_SIZE", 3)
     return tmp_path / "cache"
 
 
@@ -53,7 +52,7 @@ def read(loaded: LoadedModel, count: int = COUNT, seed: int = 0) -> list[list[in
 
 
 def nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.kept_text, "write_batch", lambda *args, **more: pytest.fail("text was written"))
+    monkeypatch.setattr(scripts.written_text, "write_batch", lambda *args, **more: pytest.fail("text was written"))
 
 
 def test_the_next_run_reads_what_the_first_has_written_whatever_its_dtype(
@@ -75,13 +74,13 @@ def test_a_killed_run_is_continued_with_the_same_text(
     whole = list(islice(write_documents(load(folder), seed=0, quiet=True), COUNT))
     assert read(load(folder), count=2) == whole[:2]  # the run ends here, after one batch
     written: list[int] = []
-    write_batch = scripts.kept_text.write_batch
+    write_batch = scripts.written_text.write_batch
 
     def noted(loaded: LoadedModel, **more: object) -> list[list[int]]:
         written.append(more["first_document"])
         return write_batch(loaded, **more)
 
-    monkeypatch.setattr(scripts.kept_text, "write_batch", noted)
+    monkeypatch.setattr(scripts.written_text, "write_batch", noted)
     assert read(load(folder)) == whole and written == [3]
 
 
@@ -146,11 +145,11 @@ def test_a_second_process_waits_and_takes_what_the_first_writes(
     writer.__enter__()
 
     def the_first_finishes(seconds: float) -> None:
-        if seconds == scripts.kept_text.WAIT_S:  # not the moment that a lock is tried again after
+        if seconds == scripts.written_text.WAIT_S:  # not the moment that a lock is tried again after
             file.write_bytes(content)
             writer.__exit__(None, None, None)
 
-    monkeypatch.setattr("scripts.kept_text.time.sleep", the_first_finishes)
+    monkeypatch.setattr("scripts.written_text.time.sleep", the_first_finishes)
     nothing_is_written(monkeypatch)
     assert read(load(folder)) == whole
     assert any("is being written by process" in line for line in said)
@@ -161,7 +160,7 @@ def test_ranks_wait_for_the_first_ones_lock_where_waiting_has_no_timeout(
 ) -> None:
     held: list[bool] = []
     launch = SimpleNamespace(barrier=lambda: held.append(any(cache.glob("*.lock"))))
-    monkeypatch.setattr("scripts.kept_text.current_launch", lambda: launch)
+    monkeypatch.setattr("scripts.written_text.current_launch", lambda: launch)
     read(load(folder))
     assert held == [True, True], "once per batch"
 

@@ -9,8 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from scripts.command_line import configure_logging
-from scripts.lm_eval_arguments import parse_arguments, parse_batch_size, usable_device
-from scripts.lm_eval_model import EngineLM
+from scripts.lm_eval_model import EngineLM, parse_arguments, parse_batch_size, usable_device
 from tests.scripts.tiny_tasks import model_folder
 
 PAIRS = [

@@ -9,6 +9,7 @@ import torch
 from modules.checkpoint.write import write_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
+from scripts.written_text import self_writer
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder
 from tests.scripts.tiny_prompts import words_folder
@@ -31,11 +32,11 @@ def test_a_model_writes_the_same_varied_documents_from_a_seed(tmp_path: Path) ->
     save_hf_folder(tmp_path / "bare", LLAMA)  # without a tokenizer
     for model in (words_folder(tmp_path / "words"), tmp_path / "bare"):
         loaded = ModelOptions(model=str(model), quiet=True).load()
-        first = list(islice(loaded.self_writer(quiet=True)(0), 5))
+        first = list(islice(self_writer(loaded, quiet=True)(0), 5))
         assert all(0 < len(document) <= 64 for document in first)
         assert len({tuple(document) for document in first}) == 5
-        assert list(islice(loaded.self_writer(quiet=True, max_tokens=100)(0), 5)) == first
-        assert list(islice(loaded.self_writer(quiet=True)(1), 5)) != first
+        assert list(islice(self_writer(loaded, quiet=True, max_tokens=100)(0), 5)) == first
+        assert list(islice(self_writer(loaded, quiet=True)(1), 5)) != first
 
 
 def test_records_call_a_model_what_the_converter_found_it_to_be_called(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ from lm_eval.api.registry import get_model
 from transformers import PreTrainedTokenizerFast
 
 from data.files import convert_json
-from scripts.answerer import Answerer, Call
-from scripts.batch_sizes import BatchSizes
+from scripts.answerer import Answerer, BatchSizes, Call
 from scripts.command_line import configure_logging
 from scripts.lm_eval_model import EngineLM
 from scripts.model_loading import ModelOptions
-from scripts.self_text import write_documents
+from scripts.written_text import write_documents
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
 from tests.modules.tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer

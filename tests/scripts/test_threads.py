@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import scripts.threads
-from scripts.threads import busy_cores, idle_threads, share_cores
+import scripts.model_loading
+from scripts.model_loading import busy_cores, idle_threads, share_cores
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the system says of its load, here two threads of others; no variable names a number of threads."""
-    for name in scripts.threads.THREAD_VARIABLES:
+    for name in scripts.model_loading.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(scripts.threads, "LOAD", tmp_path / "loadavg")
+    monkeypatch.setattr(scripts.model_loading, "LOAD", tmp_path / "loadavg")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     (tmp_path / "loadavg").write_text("0.20 0.18 0.12 3/404 1234\n")

@@ -12,9 +12,9 @@ from data.corpora import iter_documents
 from data.files import only_writer
 from modules.generation import generate
 from scripts.model_loading import ModelOptions
-from scripts.self_text import up_to_end, vocabulary_words, write_documents
 from scripts.studies.trained_models import train_tokenizer
 from scripts.write_text import Options, main
+from scripts.written_text import up_to_end, vocabulary_words, write_documents
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
 from tests.sparse_predictor.tiny_stages import one_error_line
@@ -74,8 +74,8 @@ def test_texts_cut_at_their_end_are_those_of_rows_that_ended(
         heard.append(more["eos_token_ids"])
         return generate(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("scripts.self_text.can_capture", lambda model: True)
-    monkeypatch.setattr("scripts.self_text.generate", listened)
+    monkeypatch.setattr("scripts.written_text.can_capture", lambda model: True)
+    monkeypatch.setattr("scripts.written_text.generate", listened)
     assert list(islice(write_documents(loaded, seed=3, batch_size=40, quiet=True), 40)) == ended
     assert heard == [()]
     assert list(islice(write_documents(loaded, seed=3, first_document=30, quiet=True), 10)) == ended[30:]

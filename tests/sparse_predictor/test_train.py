@@ -15,7 +15,7 @@ import torch
 from loguru import logger
 
 from data.activation_store import ActivationStore, ActivationStoreWriter
-from data.store_layout import StoreLayout
+from data.store_manifest import StoreLayout
 from modules.decoder import Decoder
 from modules.feed_forward import unit_norms
 from modules.sparsity import Block
