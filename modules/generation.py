@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import repeat
-from typing import Protocol
 
 import torch
 from loguru import logger
@@ -22,7 +21,7 @@ from torch import Tensor
 from modules.cache import KVCache
 from modules.decoder import Decoder
 from modules.graphs import can_capture
-from modules.microbatch import Microbatch, Turn, densities
+from modules.microbatch import BatchStep, Microbatch, densities
 from modules.requests import (
     Decode,
     GenerationRequest,
@@ -37,65 +36,37 @@ from modules.thinned_step import thinned_parts
 OnToken = Callable[[int, int, float], object]
 
 
-class TokenExchange(Protocol):
-    """How processes that each run a part of the model stay together (see pipeline_parallel.exchange)."""
-
-    num_microbatches: int  # at most so many groups of rows take turns
-
-    def order(self, num_microbatches: int) -> Iterator[int]:
-        """The micro-batches in the order in which this process works on them, without end."""
-        ...
-
-    def publish(self, microbatch: int, message: list[float]) -> None:
-        """Tell the others what was chosen (called where the head is)."""
-        ...
-
-    def receive(self, microbatch: int, size: int) -> list[float]:
-        """What was chosen in the micro-batch's last turn."""
-        ...
-
-    def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
-        """Call `report` with the sum of `counts` over processes, now or later."""
-        ...
-
-    def barrier(self) -> None:
-        """Wait until all processes are here, ready for the first turn."""
-        ...
-
-    def finish(self) -> None:
-        """Make the calls of `report` that are still owed."""
-        ...
-
-
-class OneProcess:
-    """The exchange of a process that has the whole model."""
+class TokenExchange:
+    """How processes that each run a part of the model stay together (see pipeline_parallel.exchange). This is the
+    exchange of one process that has the whole model."""
 
     num_microbatches = 1
+    """At most so many groups of rows are worked on one after the other."""
 
     def __init__(self) -> None:
         self._message: list[float] = []
 
     def order(self, num_microbatches: int) -> Iterator[int]:
-        """See TokenExchange."""
+        """The micro-batches in the order in which this process works on them, without end."""
         return repeat(0)
 
     def publish(self, microbatch: int, message: list[float]) -> None:
-        """See TokenExchange."""
+        """Tell the other processes what was chosen (called where the head is)."""
         self._message = message
 
     def receive(self, microbatch: int, size: int) -> list[float]:
-        """See TokenExchange."""
+        """What was chosen in the micro-batch's last step."""
         return self._message
 
     def add_up(self, counts: list[float], report: Callable[[list[float]], None]) -> None:
-        """See TokenExchange."""
+        """Call `report` with the sum of `counts` over processes, now or later."""
         report(counts)
 
     def barrier(self) -> None:
-        """See TokenExchange."""
+        """Wait until all processes are here, ready for the first step."""
 
     def finish(self) -> None:
-        """See TokenExchange."""
+        """Make the calls of `report` that are still to come."""
 
 
 def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
@@ -141,7 +112,7 @@ def generate(
     if decode is None and any(request.stop for request in requests):
         raise ValueError("stop strings need a tokenizer: pass `decode`")
     eos = frozenset(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    exchange = OneProcess() if exchange is None else exchange
+    exchange = TokenExchange() if exchange is None else exchange
     results: dict[int, GenerationResult] = {}
 
     def finish(request_idx: int, result: GenerationResult) -> None:
@@ -271,34 +242,34 @@ class _Loop:
             part.kept, part.seen = kept, seen
 
     def run(self, on_token: OnToken | None, finish: Callable[[int, GenerationResult], None]) -> None:
-        """Turn after turn, until nothing is left."""
+        """Step after step, until nothing is left."""
         lap_s = time.perf_counter()
         for place in self.exchange.order(len(self.microbatches)):
             microbatch = self.microbatches[place]
-            turn = microbatch.turn
+            step = microbatch.step
             ended: list[int] = []
-            if turn is not None:
-                for row, token_id, logprob in microbatch.take_in(self.exchange.receive(place, turn.message_size)):
-                    self.timings.decode_tokens += turn.phase == "decode"
+            if step is not None:
+                for row, token_id, logprob in microbatch.take_in(self.exchange.receive(place, step.message_size)):
+                    self.timings.decode_tokens += step.phase == "decode"
                     if on_token is not None:
                         on_token(row.request_idx, token_id, logprob)
-                ended = [idx for idx in turn.rows if self._end(microbatch, idx, finish)]
-                lap_s = self._count_time(lap_s, turn)
+                ended = [idx for idx in step.rows if self._end(microbatch, idx, finish)]
+                lap_s = self._count_time(lap_s, step)
             microbatch.admit(self.queue, ended)
-            if microbatch.turn is not None:
+            if microbatch.step is not None:
                 message = microbatch.run()
                 if message is not None:
                     self.exchange.publish(place, message)
-                if microbatch.turn.phase == "prefill":
-                    self.timings.prefill_tokens += sum(microbatch.rows[row].num_prompt for row in microbatch.turn.rows)
-                lap_s = self._count_time(lap_s, microbatch.turn)
+                if microbatch.step.phase == "prefill":
+                    self.timings.prefill_tokens += sum(microbatch.rows[row].num_prompt for row in microbatch.step.rows)
+                lap_s = self._count_time(lap_s, microbatch.step)
             if not self.queue and not any(other.rows for other in self.microbatches):
                 return
 
-    def _count_time(self, lap_s: float, turn: Turn) -> float:
-        """Book the time since the last lap on a turn: doing it, or waiting for what comes of it."""
+    def _count_time(self, lap_s: float, step: BatchStep) -> float:
+        """Book the time since the last lap on a step: doing it, or waiting for what comes of it."""
         now_s = time.perf_counter()
-        if turn.phase == "prefill":
+        if step.phase == "prefill":
             self.timings.prefill_s += now_s - lap_s
         else:
             self.timings.decode_s += now_s - lap_s

@@ -215,30 +215,23 @@ def stacked(parts: list[Tensor], size: int) -> Tensor:
     return together
 
 
-@dataclass(frozen=True)
-class StepOutputs:
-    """What a decode step leaves at fixed addresses: states to hand on (None of a fused step), and where the head is,
-    logits [B, V] and `facts`: all that the host needs to know, in one read. float64 [3 + C, B]: the chosen token, its
-    log-probability, 1 where the logits are finite; then the active units of blocks that choose them (see StepCounts).
-    """
+@dataclass(kw_only=True)
+class CapturedStep:
+    """A decode step at fixed addresses. `replay` goes from the inputs (int64 [9, B], see StepInputs; states from the
+    stage before) to the states to hand on (None of a fused step) and, where the head is, logits [B, V] and `facts`: all
+    that the host needs to know, in one read. float64 [3 + C, B]: the chosen token, its log-probability, 1 where the
+    logits are finite; then the active units of blocks that choose them (see StepCounts). `messages` are places for the
+    facts of a step, used alternately: that of the step ahead must not overwrite this one's."""
 
+    inputs: Tensor
+    received: tuple[Tensor, Tensor] | None
     forward_pass: ForwardPass
     states: tuple[Tensor, Tensor] | None
     counts: StepCounts
     logits: Tensor | None = None
     facts: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class CapturedStep:
-    """`replay` goes from the inputs (int64 [9, B], see StepInputs; states from the stage before) to the outputs.
-    `messages` are places for the facts of a step, by turns: that of the step ahead must not overwrite this one's."""
-
-    replay: Callable[[], None]
-    inputs: Tensor
-    received: tuple[Tensor, Tensor] | None
-    outputs: StepOutputs
-    messages: Iterator[HostCopy]
+    replay: Callable[[], None] = lambda: None
+    messages: Iterator[HostCopy] = iter(())
 
 
 @dataclass(frozen=True)
@@ -251,15 +244,6 @@ class StepResult:
     logits: Tensor
 
 
-@dataclass(frozen=True)
-class StepAhead:
-    """A step that runs already: what it took for granted, and where its facts will be."""
-
-    step: CapturedStep
-    inputs: StepInputs
-    message: HostCopy
-
-
 def can_capture(model: Decoder) -> bool:
     """Whether decode steps can be CUDA graphs: on a GPU, dense models, and sparse ones whose steps are fused kernels,
     which follow every choice without the host's help."""
@@ -268,7 +252,9 @@ def can_capture(model: Decoder) -> bool:
     return not model.is_sparse or (can_fuse(model) and follows_thinning(model))
 
 
-def capture(step: Callable[[], StepOutputs], device: torch.device, pool: Any) -> tuple[Callable[[], None], StepOutputs]:
+def capture(
+    step: Callable[[], CapturedStep], device: torch.device, pool: Any
+) -> tuple[Callable[[], None], CapturedStep]:
     """Capture a step as a graph: how to replay it, and its outputs. The step runs three times."""
     # Libraries and communicators set themselves up outside of the graph.
     stream = torch.cuda.Stream(device)
@@ -304,7 +290,8 @@ class DecodeGraphs:
         self.has_all_layers = model.links is None
         self.chooses = self.has_all_layers and not model.shards
         self.steps_ahead = {"used": 0, "discarded": 0}
-        self._ahead: StepAhead | None = None
+        # A step that runs already: what it took for granted, and where its facts will be.
+        self._ahead: tuple[CapturedStep, StepInputs, HostCopy] | None = None
         self._steps: dict[tuple[int, bool, bool], CapturedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
@@ -319,25 +306,28 @@ class DecodeGraphs:
         """One token for each of the first rows; None where no head is. `ahead`: all rows will probably go on, so the
         step after this one may start at once."""
         num_rows, (running, self._ahead) = len(inputs.token_ids), (self._ahead, None)
-        is_used = running is not None and running.inputs == inputs
-        if running is not None:
-            self.steps_ahead["used" if is_used else "discarded"] += 1
-        step = running.step if running is not None and is_used else self.filled(inputs)
-        message = running.message if running is not None and is_used else self._replay(step)
-        outputs, following = step.outputs, None
+        message: HostCopy | None
+        if running is not None and running[1] == inputs:
+            self.steps_ahead["used"] += 1
+            step, _, message = running
+        else:
+            self.steps_ahead["discarded"] += running is not None
+            step = self.filled(inputs)
+            message = self._replay(step)
+        following = None
         # The next position of every row must be there: what lies beyond the cache cannot be written harmlessly.
         chosen = self.chooses or (self.has_all_layers and not any(each.temperature for each in inputs.sampling))
         if ahead and chosen and max(inputs.lengths) + 1 < self.cache.max_seqlen:
             following = self._replay(step)
         facts = torch.empty(3, num_rows) if message is None else message.read()[:, :num_rows]
         if self.model.stats is not None:
-            outputs.counts.add_to(self.model.stats, facts[3:], num_rows)
-        if message is None or outputs.logits is None:
+            step.counts.add_to(self.model.stats, facts[3:], num_rows)
+        if message is None or step.logits is None:
             return None
         token_ids, logprobs, finite = facts[0].long().tolist(), facts[1].tolist(), facts[2].bool().tolist()
         if following is not None:
-            self._ahead = StepAhead(step, inputs.followed_by(token_ids), following)
-        return StepResult(token_ids, logprobs, finite, outputs.logits[:num_rows])
+            self._ahead = step, inputs.followed_by(token_ids), following
+        return StepResult(token_ids, logprobs, finite, step.logits[:num_rows])
 
     def filled(self, inputs: StepInputs) -> CapturedStep:
         """The graph for these inputs, which it holds now."""
@@ -350,15 +340,15 @@ class DecodeGraphs:
 
     def _replay(self, step: CapturedStep) -> HostCopy | None:
         """Start a step with what its inputs hold: where its facts will be, None where no head is."""
-        links, outputs = self.model.links, step.outputs
+        links = self.model.links
         if links is not None and step.received is not None:
-            arrived = links.receive(step.inputs.shape[1], 1, outputs.forward_pass)
+            arrived = links.receive(step.inputs.shape[1], 1, step.forward_pass)
             for static, states in zip(step.received, arrived, strict=True):
                 static.copy_(states)
         step.replay()
         if links is not None and not links.is_last:
-            assert outputs.states is not None
-            links.send(*outputs.states, outputs.forward_pass)
+            assert step.states is not None
+            links.send(*step.states, step.forward_pass)
         message = next(step.messages, None)
         if message is not None:
             message.start()
@@ -382,7 +372,7 @@ class DecodeGraphs:
             received = normed, torch.zeros(stream, dtype=residual_dtype(model.dtype), device=device)
         fused = can_fuse(model) and size <= MAX_ROWS
 
-        def step() -> StepOutputs:
+        def step() -> CapturedStep:
             ids, cache = inputs[_TOKEN][:, None], self.cache.first_rows(size, inputs[_LENGTH], 0)
             forward_pass = begin_step(model, ids, cache) if fused else model.begin(ids, cache=cache, phase="decode")
             forward_pass.stats = counts = StepCounts()
@@ -396,22 +386,28 @@ class DecodeGraphs:
                     logits = model.logits(states[0][:, 0]) if model.is_last else None
                 for part, width in thinned:
                     counts.note_thinned(part, width)
+            captured = CapturedStep(
+                inputs=inputs, received=received, forward_pass=forward_pass, states=states, counts=counts
+            )
             if logits is None:
                 assert not counts.table(size), "counts of a stage without the head have no message to go with"
-                return StepOutputs(forward_pass, states, counts)
+                return captured
             facts = _choose(logits, inputs if samples else None, limited)
             if self.has_all_layers:
                 inputs[_TOKEN] = facts[0]
                 inputs[_LENGTH : _STEP + 1] += inputs[_GROWTH]
-            return StepOutputs(forward_pass, states, counts, logits, stacked([facts, *counts.table(size)], size))
+            captured.logits, captured.facts = logits, stacked([facts, *counts.table(size)], size)
+            return captured
 
         # Capturing runs the step, which writes to position 0 of rows that may be in use: put that back.
         kept = [states[:, :size, :, 0].clone() for states in (self.cache.keys, self.cache.values)]
-        replay, outputs = capture(step, device, self._pool)
+        replay, captured = capture(step, device, self._pool)
         for states_of_cache, first in zip((self.cache.keys, self.cache.values), kept, strict=True):
             states_of_cache[:, :size, :, 0] = first
-        messages = [] if outputs.facts is None else [HostCopy(outputs.facts) for _ in range(2)]
-        return CapturedStep(replay, inputs, received, outputs, cycle(messages))
+        captured.replay = replay
+        if captured.facts is not None:
+            captured.messages = cycle([HostCopy(captured.facts) for _ in range(2)])
+        return captured
 
 
 def _choose(logits: Tensor, inputs: Tensor | None, limited: bool) -> Tensor:

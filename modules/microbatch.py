@@ -1,9 +1,9 @@
 """Requests that run together in the rows of one cache; when one ends, the next takes its place.
 
-A micro-batch takes turns. A turn is the prefill of rows that have just come in, or one more token for every row. What
-was chosen in a turn is taken in at the beginning of the next: in a pipeline it comes from another process.
+A step is the prefill of rows that have just come in, or one more token for every row. What was chosen in a step is
+taken in at the beginning of the next: in a pipeline it comes from another process.
 
-Legend: B rows of a turn, V vocabulary.
+Legend: B rows of a step, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MAX_PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What the rows [B] of a turn do. Its message: B token ids, B log-probabilities, then the echoed prompts'."""
+class BatchStep:
+    """What the rows [B] of a step do. Its message: B token ids, B log-probabilities, then the echoed prompts'."""
 
     phase: Phase
     rows: list[int]
@@ -44,7 +44,7 @@ class Microbatch:
     def __init__(self, model: Decoder, num_rows: int, max_seqlen: int, *, counts_units: bool, use_graphs: bool) -> None:
         self.model, self.num_rows, self.counts_units = model, num_rows, counts_units
         self.rows: list[RunningRequest] = []
-        self.turn: Turn | None = None
+        self.step: BatchStep | None = None
         if use_graphs:  # a multiple of 64, for the attention kernels
             max_seqlen = min(-(-max_seqlen // 64) * 64, model.config.max_position_embeddings)
         self.cache = model.new_cache(num_rows, max_seqlen)
@@ -60,7 +60,7 @@ class Microbatch:
     def admit(self, queue: deque[RunningRequest], ended: list[int]) -> None:
         """Let requests in: into the rows of those that have ended, then behind the others; close the gaps that stay.
 
-        Sets `turn` to what is to be done next, None if there is nothing.
+        Sets `step` to what is to be done next, None if there is nothing.
         """
         gaps, longest = sorted(ended), 0
         fresh: list[int] = []
@@ -79,12 +79,12 @@ class Microbatch:
             for counts in self._counts.values():
                 counts[..., fresh] = 0
         self._close(gaps)
-        self.turn = None
+        self.step = None
         if fresh:
             echoed = sum(self.rows[row].num_prompt - 1 for row in fresh if self.rows[row].request.echo)
-            self.turn = Turn("prefill", fresh, 2 * len(fresh) + echoed)
+            self.step = BatchStep("prefill", fresh, 2 * len(fresh) + echoed)
         elif self.rows:
-            self.turn = Turn("decode", list(range(len(self.rows))), 2 * len(self.rows))
+            self.step = BatchStep("decode", list(range(len(self.rows))), 2 * len(self.rows))
 
     def _close(self, gaps: list[int]) -> None:
         for gap in reversed(gaps):  # from the end, so that the last row is never a gap itself
@@ -97,17 +97,17 @@ class Microbatch:
             del self.rows[last]
 
     def run(self) -> list[float] | None:
-        """Do the turn: its message where the head is, None elsewhere. ValueError names a request whose logits are
+        """Do the step: its message where the head is, None elsewhere. ValueError names a request whose logits are
         not finite."""
-        assert self.turn is not None
-        stats, turn = self.model.stats, self.turn
+        assert self.step is not None
+        stats, step = self.model.stats, self.step
         if self.counts_units and stats is not None:
-            shape, device = (2, len(turn.rows)), self._counts[turn.phase].device
+            shape, device = (2, len(step.rows)), self._counts[step.phase].device
             stats.row_counts = {block: torch.zeros(shape, dtype=torch.int64, device=device) for block in BLOCKS}
         logits: Tensor | None = None
         echoed: list[float] = []
         result: StepResult | None = None
-        if turn.phase == "prefill":
+        if step.phase == "prefill":
             logits, echoed = self._prefill()
         elif self.graphs is not None:
             result = self._replay(self.graphs)
@@ -120,7 +120,7 @@ class Microbatch:
                 parts = [self.model.half_block(layer_idx, block).block.thinned_parts() for layer_idx in layers]
                 if (read := weights_read(list(chain(*parts)))) is not None:
                     found[block] = read
-            self._counts[turn.phase][..., turn.rows] += torch.stack([found[block] for block in BLOCKS])
+            self._counts[step.phase][..., step.rows] += torch.stack([found[block] for block in BLOCKS])
             stats.row_counts = {}
         if result is not None:
             assert self.graphs is not None
@@ -138,10 +138,10 @@ class Microbatch:
         return [*token_ids.tolist(), *chosen_logprobs(logits, token_ids).tolist(), *echoed]
 
     def _prefill(self) -> tuple[Tensor | None, list[float]]:
-        assert self.turn is not None
-        rows = [self.rows[row] for row in self.turn.rows]
+        assert self.step is not None
+        rows = [self.rows[row] for row in self.step.rows]
         token_ids, lengths = pad_right([row.request.prompt_token_ids for row in rows], self.model.device)
-        cache = self.cache.fresh_rows(self.turn.rows)
+        cache = self.cache.fresh_rows(self.step.rows)
         hidden_states = self.model(token_ids, cache=cache, num_tokens=lengths, phase="prefill")
         if not self.model.is_last:
             return None, []
@@ -178,8 +178,8 @@ class Microbatch:
         return any(row.history is not None for row in self.rows)
 
     def _choose(self, logits: Tensor) -> Tensor:
-        assert self.turn is not None
-        rows = [self.rows[row] for row in self.turn.rows]
+        assert self.step is not None
+        rows = [self.rows[row] for row in self.step.rows]
         try:
             if any(row.history is not None for row in rows):
                 check_finite(logits)
@@ -189,20 +189,20 @@ class Microbatch:
             raise self._refusal(error) from error
 
     def _refusal(self, error: NoChoiceError) -> ValueError:
-        """`error` of the turn's rows, with the names of their requests."""
-        assert self.turn is not None
-        bad = [self.rows[self.turn.rows[row]] for row in error.rows]
+        """`error` of the step's rows, with the names of their requests."""
+        assert self.step is not None
+        bad = [self.rows[self.step.rows[row]] for row in error.rows]
         ids = [row.request_idx if row.request.request_id is None else row.request.request_id for row in bad]
         return ValueError(f"request {', '.join(map(repr, ids))}: {error}")
 
     def take_in(self, message: list[float]) -> Iterator[tuple[RunningRequest, int, float]]:
-        """Give each row of the turn its token; yields (row, token id, log-probability) for those that wanted one."""
-        assert self.turn is not None
-        now_s, count = time.perf_counter(), len(self.turn.rows)
+        """Give each row of the step its token; yields (row, token id, log-probability) for those that wanted one."""
+        assert self.step is not None
+        now_s, count = time.perf_counter(), len(self.step.rows)
         echoed = 2 * count
-        for place, idx in enumerate(self.turn.rows):
+        for place, idx in enumerate(self.step.rows):
             row = self.rows[idx]
-            if self.turn.phase == "prefill" and row.request.echo:
+            if self.step.phase == "prefill" and row.request.echo:
                 row.prompt_logprobs = [None, *message[echoed : echoed + row.num_prompt - 1]]
                 echoed += row.num_prompt - 1
             if row.room == 0:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modules.generation import TokenExchange
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.schedule import stage_order
 
@@ -17,20 +18,20 @@ COUNTS_TAG = 1 << 20  # messages of a micro-batch have its number as their tag
 
 
 @dataclass
-class _Owed:
+class _PendingReport:
     """A report that waits for the other ranks' counts."""
 
-    turn: int
+    step: int
     total: Tensor
     arriving: list[tuple[Tensor, dist.Work]]
     report: Callable[[list[float]], None]
 
 
-class ReplicaExchange:
-    """See `modules.generation.TokenExchange`. Messages are few bytes that hosts read, so they go over gloo.
+class ReplicaExchange(TokenExchange):
+    """Over the processes of one replica. Messages are few bytes that hosts read, so they go over gloo.
 
     The last stage tells the others of its column (all ranks of a stage choose alike). Counts are added up on the
-    replica's leader, which reports when all have come, at most one round of turns late; other ranks report their own.
+    replica's leader, which reports when all have come, at most one round of steps late; other ranks report their own.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -39,15 +40,15 @@ class ReplicaExchange:
         self._own: dict[int, list[float]] = {}
         self._sends: dict[int, list[dist.Work]] = {}
         self._count_sends: list[tuple[Tensor, dist.Work]] = []
-        self._owed: deque[_Owed] = deque()
-        self._turn = self._round = 0
+        self._pending: deque[_PendingReport] = deque()
+        self._step = self._round = 0
 
     def order(self, num_microbatches: int) -> Iterator[int]:
         """See TokenExchange."""
         self._round = num_microbatches
         for _, microbatch in stage_order(self.mesh.pp_size, num_microbatches, self.mesh.pp_rank):
-            self._turn += 1
-            self._report(before=self._turn - self._round)
+            self._step += 1
+            self._report(before=self._step - self._round)
             yield microbatch
 
     def publish(self, microbatch: int, message: list[float]) -> None:
@@ -83,7 +84,7 @@ class ReplicaExchange:
             work = dist.irecv(buffer, rank, tag=COUNTS_TAG)
             assert work is not None
             arriving.append((buffer, work))
-        self._owed.append(_Owed(self._turn, own, arriving, report))
+        self._pending.append(_PendingReport(self._step, own, arriving, report))
 
     def barrier(self) -> None:
         """See TokenExchange."""
@@ -91,7 +92,7 @@ class ReplicaExchange:
 
     def finish(self) -> None:
         """See TokenExchange."""
-        self._report(before=self._turn + 1)
+        self._report(before=self._step + 1)
         for works in self._sends.values():
             for work in works:
                 work.wait()
@@ -103,12 +104,12 @@ class ReplicaExchange:
 
     def _report(self, before: int) -> None:
         # A round later all stages have been where the counts were sent, so this hardly waits.
-        while self._owed and self._owed[0].turn < before:
-            owed = self._owed.popleft()
-            for buffer, work in owed.arriving:
+        while self._pending and self._pending[0].step < before:
+            pending = self._pending.popleft()
+            for buffer, work in pending.arriving:
                 work.wait()
-                owed.total += buffer
-            owed.report(owed.total.tolist())
+                pending.total += buffer
+            pending.report(pending.total.tolist())
 
 
 def _sent(payload: Tensor, rank: int, tag: int, group: dist.ProcessGroup | None) -> dist.Work:

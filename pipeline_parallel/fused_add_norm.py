@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -45,43 +45,9 @@ FEW_TOKENS = 64  # where nothing was measured: up to here one-shot, beyond it tw
 StrategyFor = Callable[[int], str]  # of a number of tokens: "one-shot", "two-shot" or "nccl"
 
 
-class JunctionOperator(Protocol):
-    """Sums, adds and normalises what the ranks of a group hold. All of its calls are collective."""
-
-    rank: int
-    world_size: int
-    max_tokens: int
-    dtype: torch.dtype
-    transport: str
-
-    def begin(self, num_tokens: int, max_programs: int | None) -> None:
-        """Start a forward pass of so many tokens, with what its first call is given as `max_programs`."""
-        ...
-
-    def memory(self, num_tokens: int) -> Tensor:
-        """[num_tokens, D] of `dtype`: a partial sum that the next call finds there is not copied."""
-        ...
-
-    def __call__(
-        self,
-        partial: Tensor,
-        residual: Tensor | None,
-        norm: Norm | None,
-        bias: Tensor | None,
-        strategy: str,
-        max_programs: int | None,
-    ) -> tuple[Tensor, Tensor]:
-        """partial [tokens, D]; residual float32 [tokens or R, D] -> hidden [tokens, D], good until the next call, and
-        the new residual. `max_programs`: beside what else runs; 0 (two-shot): none, the copy engines do it."""
-        ...
-
-    def another(self) -> JunctionOperator:
-        """One more of the kind, with memory of its own, for calls that take turns with this one's."""
-        ...
-
-
 class SymmetricOperator:
-    """The kernels, over the symmetric memory of GPUs of one host."""
+    """The kernels, over the symmetric memory of GPUs of one host: sums, adds and normalises what the ranks of a group
+    hold. All of its calls are collective."""
 
     def __init__(self, workspace: Workspace, group: dist.ProcessGroup) -> None:
         self.workspace, self.group = workspace, group
@@ -90,11 +56,11 @@ class SymmetricOperator:
         self.transport = workspace.transport
 
     def begin(self, num_tokens: int, max_programs: int | None) -> None:
-        """See JunctionOperator."""
+        """Start a forward pass of so many tokens, with what its first call is given as `max_programs`."""
         begin(self.workspace, num_tokens, copies=max_programs == 0)
 
     def memory(self, num_tokens: int) -> Tensor:
-        """See JunctionOperator."""
+        """[num_tokens, D] of `dtype`: a partial sum that the next call finds there is not copied."""
         return self.workspace.partial(num_tokens)
 
     def __call__(
@@ -106,7 +72,8 @@ class SymmetricOperator:
         strategy: str,
         max_programs: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """See JunctionOperator."""
+        """partial [tokens, D]; residual float32 [tokens or R, D] -> hidden [tokens, D], good until the next call, and
+        the new residual. `max_programs`: while something else runs; 0 (two-shot): none, the copy engines do it."""
         own, memory = None, self.memory(len(partial))
         if partial.data_ptr() != memory.data_ptr():
             if strategy == "one-shot" and partial.is_contiguous():
@@ -127,8 +94,8 @@ class SymmetricOperator:
             max_programs=max_programs,
         )
 
-    def another(self) -> SymmetricOperator:
-        """See JunctionOperator."""
+    def with_own_memory(self) -> SymmetricOperator:
+        """One more of the kind, with a workspace of its own, for calls between those of this one."""
         mine = self.workspace
         workspace = create_workspace(self.group, mine.max_tokens, mine.hidden_size, mine.dtype, mine.device)
         if mine.transport == "p2p":  # also where multicast was there, and its sums were wrong
@@ -148,7 +115,7 @@ class FusedAddNorm:
     def __init__(
         self,
         unfused: ReducingAddNorm,
-        operator: JunctionOperator,
+        operator: SymmetricOperator,
         strategy_for: StrategyFor,
         keeps_states: Callable[[], bool],
         max_programs: int | None = None,
@@ -157,11 +124,11 @@ class FusedAddNorm:
         self.strategy_for, self.keeps_states = strategy_for, keeps_states
         self.max_programs = max_programs
 
-    def beside(self, max_programs: int) -> FusedAddNorm:
-        """The same, leaving room for what runs beside."""
+    def with_max_programs(self, max_programs: int) -> FusedAddNorm:
+        """The same, leaving the rest of the device to what runs at the same time."""
         return FusedAddNorm(self.unfused, self.operator, self.strategy_for, self.keeps_states, max_programs)
 
-    def of_half(self, operator: JunctionOperator) -> FusedAddNorm:
+    def for_half(self, operator: SymmetricOperator) -> FusedAddNorm:
         """For half of a split pass: rows always have owners, so that none is added up twice, and copies can do it."""
 
         def strategy_for(num_tokens: int) -> str:

@@ -135,7 +135,7 @@ class Overlap:
         if not isinstance(junction, FusedAddNorm) or beside not in self.model.span:
             return junction
         measured = (DEFAULT_PROGRAMS,) * 2 if point is None else (point.attention_programs, point.mlp_programs)
-        return junction.beside(measured[beside % 2])
+        return junction.with_max_programs(measured[beside % 2])
 
     def _reduce(self, half: Half, partial: Tensor, norm: Norm | None, bias: Tensor | None, junction: AddNorm) -> None:
         """Start the junction behind what this stream has just computed.
@@ -256,7 +256,7 @@ def split_prefills(model: Decoder, min_tokens: int, points: Sequence[SplitPoint]
     junction = model.add_norm
     junctions: tuple[AddNorm, AddNorm] = junction, junction
     if isinstance(junction, FusedAddNorm):
-        junctions = junction.of_half(junction.operator), junction.of_half(junction.operator.another())
+        junctions = junction.for_half(junction.operator), junction.for_half(junction.operator.with_own_memory())
     model.prefill_driver = Overlap(model, min_tokens, junctions, points)
 
 

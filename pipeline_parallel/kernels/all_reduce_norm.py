@@ -277,7 +277,7 @@ def all_reduce_norm(
         new_residual = copied_two_shot(
             workspace, num_tokens, rows, residual, weight, norm_bias, bias, kind=kind, eps=eps
         )
-        workspace.turn = 1 - workspace.turn
+        workspace.partial_idx = 1 - workspace.partial_idx
         return workspace.hidden[:num_tokens], new_residual
     programs, num_warps = launch_shape(
         num_tokens, hidden_size, workspace.world_size, strategy, workspace.num_multiprocessors, max_programs
@@ -301,7 +301,7 @@ def all_reduce_norm(
             bias,
             new_residual,
             eps,
-            workspace.turn * workspace.max_tokens + rows.start,
+            workspace.partial_idx * workspace.max_tokens + rows.start,
             rows.start,
             len(rows),
             workspace.rank,
@@ -317,7 +317,7 @@ def all_reduce_norm(
             num_warps=num_warps,
             maxnreg=MAX_REGISTERS,
         )
-    workspace.turn = 1 - workspace.turn
+    workspace.partial_idx = 1 - workspace.partial_idx
     return workspace.hidden[:num_tokens], new_residual
 
 

@@ -179,7 +179,7 @@ def begin(workspace: Workspace, num_tokens: int = 0, *, copies: bool = False) ->
     them are a CUDA error here; among calls made of copies nothing else would tell.
     """
     run_barrier(workspace, BEGIN_TAG - (2 * num_tokens + copies))
-    workspace.turn = 0
+    workspace.partial_idx = 0
 
 
 def check_launch(programs: int, workspace: Workspace) -> None:

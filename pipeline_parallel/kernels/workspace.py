@@ -63,7 +63,7 @@ class Workspace:
     """Where all buffers answer at once, or 0."""
     handle: Any = field(default=None, repr=False)
     """What keeps the peers' memory mapped."""
-    turn: int = 0
+    partial_idx: int = 0
     """Which of the two partials the next call reads."""
 
     @property
@@ -93,11 +93,11 @@ class Workspace:
     def partial(self, num_tokens: int) -> Tensor:
         """[num_tokens, D]: where this rank's part of the next sum is to be written. ValueError if it is too much."""
         check_num_tokens(num_tokens, self.max_tokens)
-        return self.partials[self.turn, :num_tokens]
+        return self.partials[self.partial_idx, :num_tokens]
 
     def partial_of(self, rank: int, num_tokens: int) -> Tensor:
         """[num_tokens, D]: what another rank's `partial` is, in its memory."""
-        start = self.turn * self.max_tokens
+        start = self.partial_idx * self.max_tokens
         return self.buffers[rank][start : start + num_tokens]
 
     def hidden_of(self, rank: int) -> Tensor:

@@ -62,8 +62,8 @@ def graph_step(graphs: DecodeGraphs) -> Step:
         count = len(token_ids)
         captured = graphs.filled(StepInputs(token_ids, [length] * count, [1] * count, [SamplingParams()] * count))
         captured.replay()
-        assert captured.outputs.logits is not None, "the head is elsewhere"
-        return captured.outputs.logits[:count]
+        assert captured.logits is not None, "the head is elsewhere"
+        return captured.logits[:count]
 
     return step
 

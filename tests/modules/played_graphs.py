@@ -8,7 +8,7 @@ import torch
 
 from modules.cache import KVCache
 from modules.decoder import Decoder
-from modules.graphs import DecodeGraphs, StepInputs, StepOutputs
+from modules.graphs import CapturedStep, DecodeGraphs, StepInputs
 from modules.sampling import SamplingParams
 
 
@@ -28,8 +28,8 @@ def play_graphs(monkeypatch: pytest.MonkeyPatch) -> PlayedGraphs:
     seen = PlayedGraphs()
 
     def played(
-        step: Callable[[], StepOutputs], device: torch.device, pool: Any
-    ) -> tuple[Callable[[], None], StepOutputs]:
+        step: Callable[[], CapturedStep], device: torch.device, pool: Any
+    ) -> tuple[Callable[[], None], CapturedStep]:
         """In the place of `capture`."""
         seen.num_captured += 1
         for _ in range(2):

@@ -89,7 +89,7 @@ def test_rows_have_no_gaps_and_requests_come_in_once_and_in_order(
             going = [microbatch.rows[row] for row in ended]
             staying = [row for row in microbatch.rows if row not in going]
             microbatch.admit(queue, ended)
-            turn = microbatch.turn
+            turn = microbatch.step
             if turn is None:
                 break
             fresh = [microbatch.rows[row] for row in turn.rows] if turn.phase == "prefill" else []
@@ -119,7 +119,7 @@ def message_of(prompts: Lengths, turn_message: list[float]) -> tuple[Microbatch,
     queue = deque(RunningRequest(idx, one, CONTEXT) for idx, one in enumerate(requests_of(prompts)))
     microbatch = Microbatch(tiny("llama", False), 4, 20, counts_units=False, use_graphs=False)
     microbatch.admit(queue, [])
-    assert microbatch.turn is not None and microbatch.turn.message_size == len(turn_message)
+    assert microbatch.step is not None and microbatch.step.message_size == len(turn_message)
     return microbatch, list(microbatch.take_in(turn_message))
 
 

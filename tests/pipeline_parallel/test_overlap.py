@@ -109,8 +109,8 @@ def test_halves_take_turns_and_junctions_leave_room_for_what_runs_beside(points:
             model, operator = cut(LLAMA, mesh, weights, "fused-two-shot")
             junction = model.add_norm
             assert isinstance(junction, FusedAddNorm)
-            other = operator.another()
-            driver = Overlap(model, 21, (junction.of_half(operator), junction.of_half(other)), points)
+            other = operator.with_own_memory()
+            driver = Overlap(model, 21, (junction.for_half(operator), junction.for_half(other)), points)
             order: list[Any] = []
 
             def heard(name: str, function: Any) -> Any:

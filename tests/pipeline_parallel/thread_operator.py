@@ -14,14 +14,14 @@ from modules.decoder import Decoder
 from modules.normalization import Norm
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
-from pipeline_parallel.fused_add_norm import FusedAddNorm
+from pipeline_parallel.fused_add_norm import FusedAddNorm, SymmetricOperator
 from pipeline_parallel.kernels.all_reduce_norm import owned_rows, reference_all_reduce_norm
 from pipeline_parallel.mesh import ParallelMesh
 
 MAX_TOKENS = 24
 
 
-class ThreadOperator:
+class ThreadOperator(SymmetricOperator):
     """The kernels' equation, over what the threads of a group exchange; remembers what it was asked for."""
 
     dtype = torch.float32
@@ -38,20 +38,20 @@ class ThreadOperator:
         self.begun: tuple[int, int | None] | None = None
         self.others: list[ThreadOperator] = []
         self.hidden: Tensor | None = None
-        # Take turns, as a workspace's partials do; whoever reads what nobody has written reads NaN.
+        # Used alternately, as a workspace's partials are; whoever reads what nobody has written reads NaN.
         self.partials = torch.full((2, MAX_TOKENS, hidden_size), float("nan"), dtype=self.dtype)
-        self.turn = 0
+        self.partial_idx = 0
         self.found_in_place: list[bool] = []
 
     def begin(self, num_tokens: int, max_programs: int | None) -> None:
         self.asked.append("begin")
         self.begun = num_tokens, max_programs
-        self.turn = 0
+        self.partial_idx = 0
 
     def memory(self, num_tokens: int) -> Tensor:
-        return self.partials[self.turn, :num_tokens]
+        return self.partials[self.partial_idx, :num_tokens]
 
-    def another(self) -> "ThreadOperator":
+    def with_own_memory(self) -> "ThreadOperator":
         self.others.append(ThreadOperator(self.mesh, self.hidden_size))
         return self.others[-1]
 
@@ -81,7 +81,7 @@ class ThreadOperator:
             eps=0.0 if norm is None else norm.eps,
         )
         memory.fill_(float("nan"))
-        self.turn = 1 - self.turn
+        self.partial_idx = 1 - self.partial_idx
         if strategy == "two-shot":
             hidden = torch.cat(self.group.ranks.exchange(self.rank, hidden))
         if self.hidden is None:

@@ -99,9 +99,9 @@ def test_ranks_that_differ_wait_so_a_pass_begins_with_what_tells_them_apart(monk
     workspace = workspace_on(0, 2)
     for num_tokens in range(4):
         for copies in (False, True):
-            workspace.turn = 1
+            workspace.partial_idx = 1
             barrier.begin(workspace, num_tokens, copies=copies)
-            assert workspace.turn == 0
+            assert workspace.partial_idx == 0
     assert len(set(tags)) == 8 and min(tags) > 2 * 2**20 + 2, "nor are they those of calls"
 
 

@@ -74,7 +74,7 @@ def test_layout_and_addresses(patch: pytest.MonkeyPatch) -> None:
     assert made.signal_pointers.tolist() == [8192, made.signal_pad.data_ptr()]
     assert made.signal_pad_bytes == PAD_BYTES
     assert made.partial(3).data_ptr() == made.partials.data_ptr()
-    made.turn = 1
+    made.partial_idx = 1
     assert made.partial(3).data_ptr() == made.partials[1].data_ptr()
     assert made.partial_of(0, 3).data_ptr() == first + 5 * 24 * 2 and made.partial_of(0, 3).shape == (3, 24)
     assert made.hidden_of(0).data_ptr() == made.hidden_pointers[0] and made.hidden_of(0).shape == (5, 24)
