@@ -26,7 +26,7 @@ from torch import Tensor
 from pipeline_parallel.kernels import copied_two_shot
 from pipeline_parallel.kernels.copied_two_shot import ENTRY
 from pipeline_parallel.kernels.workspace import Workspace
-from scripts.benchmark.all_reduce_bench import (
+from scripts.benchmark.all_reduce import (
     COPIES,
     Bench,
     Inputs,

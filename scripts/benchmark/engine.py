@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,12 +17,12 @@ from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
-from pipeline_parallel.fused_add_norm import AllReduce
+from pipeline_parallel.fused_add_norm import AllReduce, FusedAddNorm, choose_all_reduce, describe_all_reduce
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
+from pipeline_parallel.overlap import Overlap, choose_overlap
 from scripts.benchmark.hugging_face import echoed_by_hugging_face, hugging_face_model, measure_hugging_face
-from scripts.benchmark.junctions import Way, measure_ways
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
+from scripts.benchmark.random_models import HF_CONFIGS, find_shape, random_weights
 from scripts.benchmark.timing import measure_matmul_ceiling, measure_read_ceiling
 from scripts.model_loading import resolve_device
 
@@ -285,3 +285,66 @@ def table(records: Sequence[Record]) -> list[str]:
         + (f", {record['ratio']:.2f}x {record['baseline']['name']}" if record["baseline"] else "")
         for record in records
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One of them, and what the ranks reached with it."""
+
+    name: str
+    """As a baseline: "NCCL", "fused", "fused, split"."""
+    all_reduce: str = "none"
+    """As records label it (see `describe_all_reduce`)."""
+    overlap_tokens: int = 0
+    """From how many tokens on prefills were split; 0: whole."""
+    speeds: dict[int, list[float]] = field(default_factory=dict)
+    """tokens/s of each repetition by batch size; without those at which nothing was split."""
+
+
+def measure_ways(
+    model: Decoder,
+    mesh: ParallelMesh,
+    all_reduce: AllReduce,
+    overlap_tokens: int,
+    batch_sizes: Sequence[int],
+    check: Callable[[], object],
+    measure: Callable[[int], list[float]],
+) -> list[Way]:
+    """The unfused junction first, then what `all_reduce` asks for if it is another; each whole and, with
+    `overlap_tokens`, split (a collective call). `check` comes before a way is measured; `measure` takes a batch size.
+    """
+    found = _whole_and_split(model, mesh, overlap_tokens, batch_sizes, check, measure)
+    choose_all_reduce(model, mesh, all_reduce)
+    if isinstance(model.add_norm, FusedAddNorm):
+        found += _whole_and_split(model, mesh, overlap_tokens, batch_sizes, check, measure)
+    return found
+
+
+def _whole_and_split(
+    model: Decoder,
+    mesh: ParallelMesh,
+    overlap_tokens: int,
+    batch_sizes: Sequence[int],
+    check: Callable[[], object],
+    measure: Callable[[int], list[float]],
+) -> list[Way]:
+    label = describe_all_reduce(model)
+    name = "fused" if isinstance(model.add_norm, FusedAddNorm) else label.upper()
+    model.prefill_driver = None
+    check()
+    whole = Way(name=name, all_reduce=label, speeds={size: measure(size) for size in batch_sizes})
+    choose_overlap(model, mesh, overlap_tokens)
+    driver = model.prefill_driver
+    if not isinstance(driver, Overlap):
+        return [whole]
+    check()
+    split = Way(name=f"{name}, split", all_reduce=label, overlap_tokens=overlap_tokens)
+    for size in batch_sizes:
+        before = driver.num_split
+        speed = measure(size)
+        if driver.num_split > before:
+            split.speeds[size] = speed
+        else:
+            logger.info(f"batch {size}: nothing was long enough to be split")
+    model.prefill_driver = None
+    return [whole, split]

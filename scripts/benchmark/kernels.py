@@ -24,9 +24,15 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import sparse_mlp
 from modules.kernels.thinned_rows import thinned_rows
 from modules.sparsity import ActiveList, ActiveSet
-from scripts.benchmark.peers import check_peer_name, import_peer
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape
-from scripts.benchmark.timing import Timing, measure_read_ceiling, num_cold_sets, time_function
+from scripts.benchmark.random_models import HF_CONFIGS, find_shape
+from scripts.benchmark.timing import (
+    Timing,
+    check_peer_name,
+    import_peer,
+    measure_read_ceiling,
+    num_cold_sets,
+    time_function,
+)
 from scripts.command_line import run_stage
 from scripts.model_loading import resolve_device
 
@@ -42,7 +48,7 @@ class Options:
     operator: Literal["sparse_mlp", "thinned_rows"] = "sparse_mlp"
     """Which kernel."""
     shape: str = "Llama-3.1-8B"
-    """Whose MLP (see scripts/benchmark/shapes.py)."""
+    """Whose MLP (see scripts/benchmark/random_models.py)."""
     density: tuple[float, ...] = (1.0, 0.85, 0.5, 0.25, 0.1)
     """Share of neurons active (of thinned_rows: of inputs kept)."""
     batch_size: tuple[int, ...] = (1,)

@@ -3,16 +3,145 @@
 Under torchrun the ranks share the model (--tp-size, --pp-size); the same call times one rank alone and, if asked for,
 Hugging Face on it. Where they share layers it also times every all-reduce with the tokens split in two, so that one
 half computes while the other is added up.
+
+`--tune-splits` measures how long prefills are best split in two (pipeline_parallel/overlap.py), on the ranks that will
+do it. For each token count the whole pass is timed, then split ones: how much of the device the fused junction may take
+beside attention and beside the MLP, then where the split is, each the best so far. Written is what is faster split than
+whole, and so are all larger counts.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from loguru import logger
+from torch import Tensor
 
 from analysis.results import Record
-from pipeline_parallel.overlap import check_overlap_tokens
+from modules.config import ModelConfig
+from pipeline_parallel.all_reduce_choice import SplitPoint, write_split_points
+from pipeline_parallel.engine import parallelise
+from pipeline_parallel.fused_add_norm import FusedAddNorm, choose_all_reduce, describe_all_reduce
+from pipeline_parallel.launch import current_launch
+from pipeline_parallel.mesh import ParallelMesh
+from pipeline_parallel.overlap import DEFAULT_PROGRAMS, Overlap, check_overlap_tokens, split_prefills
 from scripts.benchmark.engine import Options as EngineOptions
 from scripts.benchmark.engine import run
-from scripts.benchmark.split_tuning import tune_splits
+from scripts.benchmark.random_models import HF_CONFIGS, find_shape, random_weights
+from scripts.benchmark.timing import time_function
 from scripts.command_line import run_stage
+from scripts.model_loading import resolve_device
+
+COUNTS = tuple(1024 * 2**power for power in range(5))
+PROGRAMS = (0, 8, 16, 32, 64, 128)  # 0: the copy engines
+OFFSETS = (-512, -256, 0, 256, 512)
+MAX_DIFFERENCE = 0.02  # ||split - whole|| / ||whole|| of all hidden states; or this, if it is more:
+# A pass of the first half of the tokens has the same states, but for products of other shapes, which round otherwise;
+# layer after layer of random weights makes more of it. Splitting may differ by so many times that, and by no more than
+# the last: keys that a half does not see are worth more.
+TIMES_ROUNDING, MOST_ROUNDING = 3.0, 0.1
+
+
+def tune_splits(options: EngineOptions) -> list[SplitPoint]:
+    """Measure; rank 0 writes `options.output` where splitting pays anywhere. ValueError without tensor parallelism."""
+    if options.tp_size < 2 or options.pp_size > 1:
+        raise ValueError(
+            f"--tune-splits needs ranks that share all layers, not --tp-size {options.tp_size} --pp-size "
+            f"{options.pp_size}: start torchrun with 2 processes or more and --tp-size as many"
+        )
+    device = current_launch().device or resolve_device(options.device)
+    mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
+    shape = find_shape(options.shape)
+    config = ModelConfig.from_hf(HF_CONFIGS[shape])
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_weights(
+        shape, config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)
+    )
+    choose_all_reduce(model, mesh, options.all_reduce)
+    split_prefills(model, 1, ())
+    driver = model.prefill_driver
+    assert isinstance(driver, Overlap)
+    logger.info(f"all-reduce: {describe_all_reduce(model)}")
+    generator, points = torch.Generator().manual_seed(options.seed), []
+    for num_tokens in [count for count in COUNTS if count <= config.max_position_embeddings]:
+        ids = torch.randint(3, config.vocab_size, (1, num_tokens), generator=generator).to(device)
+
+        def run(point: SplitPoint | None, ids: Tensor = ids) -> Tensor:
+            model.prefill_driver = None if point is None else driver
+            driver.points = () if point is None else (point,)
+            with torch.inference_mode():
+                return model(ids).clone()
+
+        def time(point: SplitPoint | None, run: Callable[[SplitPoint | None], Tensor] = run) -> float:
+            timing = time_function(
+                lambda: run(point), device=device, num_samples=max(3, options.repetitions), reduce_max=largest(mesh)
+            )
+            return timing.median_ms
+
+        whole, first = run(None), run(even_split(num_tokens))
+        problem = problem_of(first, whole, run(None, ids[:, : num_tokens // 2]))
+        if any(problems := mesh.gather(problem)):
+            raise ValueError(f"{num_tokens} tokens: {next(filter(None, problems))}; nothing is timed")
+        whole_ms = time(None)
+        point, split_ms = best_split(num_tokens, time, has_programs=isinstance(model.add_norm, FusedAddNorm))
+        logger.info(f"{num_tokens} tokens: whole {whole_ms:.3f} ms, split {split_ms:.3f} ms with {point}")
+        if split_ms < whole_ms:
+            points.append(point)
+        else:
+            points.clear()
+    if mesh.rank == 0:
+        if points:
+            write_split_points(options.output, points)
+        else:
+            logger.info(f"splitting does not pay here: {options.output} is not written")
+    return points
+
+
+def problem_of(split: Tensor, whole: Tensor, shorter: Tensor) -> str | None:
+    """What is wrong with the states of a split pass [B, T, D]; `shorter`: those of a whole pass of its first tokens."""
+
+    def difference(found: Tensor, expected: Tensor) -> float:
+        return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+    found, rounding = difference(split, whole), difference(shorter, whole[:, : shorter.shape[1]])
+    allowed = min(MOST_ROUNDING, max(MAX_DIFFERENCE, TIMES_ROUNDING * rounding))
+    if found <= allowed:  # never so if it is not a number
+        return None
+    return f"split states are {found:.3g} off the whole ones, and rounding explains {allowed:.3g}"
+
+
+def even_split(num_tokens: int) -> SplitPoint:
+    """Where nothing was measured."""
+    return SplitPoint(
+        num_tokens=num_tokens, attention_programs=DEFAULT_PROGRAMS, mlp_programs=DEFAULT_PROGRAMS, offset=0
+    )
+
+
+def best_split(num_tokens: int, time: Callable[[SplitPoint], float], *, has_programs: bool) -> tuple[SplitPoint, float]:
+    """The fastest split found and its time, one value after the other; the same on all ranks if the times are.
+    Programs are the fused junction's alone (`has_programs`)."""
+    best = even_split(num_tokens)
+    best_time = time(best)
+    programs = PROGRAMS if has_programs else ()
+    # Neither half may be empty.
+    offsets = [offset for offset in OFFSETS if 2 * abs(offset) < num_tokens]
+    for name, values in (("attention_programs", programs), ("mlp_programs", programs), ("offset", offsets)):
+        known = getattr(best, name)
+        for value in values:
+            if value == known:
+                continue
+            candidate = replace(best, **{name: value})
+            found = time(candidate)
+            if found < best_time:
+                best, best_time = candidate, found
+    return best, best_time
+
+
+def largest(mesh: ParallelMesh) -> Callable[[list[float]], list[float]]:
+    """Of each sample, the maximum over ranks: all ranks so decide alike."""
+    return lambda samples: [max(each) for each in zip(*mesh.gather(samples), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.engine import NUM_CHECKED
 from scripts.benchmark.engine import Options as EngineOptions
 from scripts.benchmark.engine import requests as random_requests
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape, random_weights
+from scripts.benchmark.random_models import HF_CONFIGS, find_shape, random_weights
 from scripts.model_loading import Dtype, LoadedModel, model_name, resolve_dtype, resolve_model
 from scripts.written_text import self_writer
 

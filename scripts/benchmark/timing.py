@@ -7,6 +7,7 @@ summed up as median, p10 and p90; under several ranks a reducer turns each sampl
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -150,15 +151,6 @@ def measure_read_ceiling(device: torch.device | str, *, num_bytes: int | None = 
     return max(timing.achieved_gb_per_s(4 * matrix.numel()) for timing in timings)
 
 
-def measure_copy_ceiling(device: torch.device | str, *, num_bytes: int | None = None) -> float:
-    """GB/s of a plain copy on this device, bytes read and bytes written added up."""
-    device = torch.device(device)
-    source = torch.ones((num_bytes or _large(device)) // 4, device=device)
-    target = torch.empty_like(source)
-    timing = time_function(target.copy_, [(source,)], device=device, num_samples=_num_samples(device))
-    return timing.achieved_gb_per_s(2 * 4 * source.numel())
-
-
 def measure_matmul_ceiling(device: torch.device | str, dtype: torch.dtype, *, size: int | None = None) -> float:
     """TFLOP/s at which this device multiplies two large square matrices."""
     device = torch.device(device)
@@ -176,3 +168,19 @@ def _large(device: torch.device) -> int:
 
 def _num_samples(device: torch.device) -> int:
     return 30 if device.type == "cuda" else 7
+
+
+def import_peer(place: str) -> Any:
+    """What MODULE:FUNCTION names; ValueError if there is none such. What FUNCTION must take and return is said where
+    the benchmark calls it."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--peer {place}: give MODULE:FUNCTION that can be imported ({error})") from error
+
+
+def check_peer_name(peer: str | None, name: str) -> None:
+    """ValueError for a name that its records could not be told by."""
+    if peer is not None and not name.strip():
+        raise ValueError(f"--peer-name {name!r}: give the name that tables call --peer by")

@@ -26,7 +26,7 @@ from modules.checkpoint.sources import checkpoint_fingerprint, open_source
 from modules.decoder import Decoder
 from modules.training import TrainingOptions
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark import one_gpu
+from scripts.benchmark import decode
 from scripts.command_line import run_stage
 from scripts.model_loading import Dtype, model_name, resolve_device, resolve_model
 from scripts.run_records import RecordBook, selection_labels
@@ -232,8 +232,8 @@ def run_sparse(
     attach_selection(model, selection)
     quality = perplexity_record(loss_record(RELUFICATION, labels, model, text.held_out), dense)
     del model
-    (timed,) = one_gpu.run(
-        one_gpu.Options(
+    (timed,) = decode.run(
+        decode.Options(
             model=str(folder),
             corpus=options.test_corpus,
             output=options.output_dir / "decode.jsonl",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from analysis.results import read_records
 from pipeline_parallel.kernels import all_reduce_norm
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark import all_reduce_bench, communication
-from scripts.benchmark.all_reduce_bench import Bench, GpuMethods
+from scripts.benchmark import all_reduce, communication
+from scripts.benchmark.all_reduce import Bench, GpuMethods
 from scripts.benchmark.communication import Options, run
 from tests.pipeline_parallel.kernels.shared_ranks import SharedMemory, run_ranks
 
@@ -36,23 +36,23 @@ def test_the_kernels_pass_their_checks_and_the_stress(tmp_path: Path, monkeypatc
     shared = SharedMemory(2, 3, 32, torch.bfloat16, 4096)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(
-        all_reduce_bench.communication,
+        all_reduce.communication,
         "symmetric_tensor",
         lambda shape, dtype, device, group: (torch.zeros(shape, dtype=dtype), None),
     )
-    monkeypatch.setattr(all_reduce_bench, "num_calls", lambda point: 2)
-    monkeypatch.setattr(all_reduce_bench, "MAX_ROWS", 2)  # of the two sizes one is left where it is read
+    monkeypatch.setattr(all_reduce, "num_calls", lambda point: 2)
+    monkeypatch.setattr(all_reduce, "MAX_ROWS", 2)  # of the two sizes one is left where it is read
     monkeypatch.setitem(communication.NAMES, torch.bfloat16, ("nccl float32", "nccl"))  # torch's own run on GPUs only
     monkeypatch.setattr(Bench, "link_gb_per_s", lambda bench: 1.0)
-    timer = all_reduce_bench.time_function
+    timer = all_reduce.time_function
     monkeypatch.setattr(
-        all_reduce_bench,
+        all_reduce,
         "time_function",
         lambda function, sets, **named: timer(function, sets, **{**named, "num_samples": 1, "num_warmup": 1}),
     )
 
     def on_rank(rank: int) -> int:
-        monkeypatch.setattr(all_reduce_bench, "create_workspace", lambda *arguments: shared.workspace(rank))
+        monkeypatch.setattr(all_reduce, "create_workspace", lambda *arguments: shared.workspace(rank))
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
         mesh = ParallelMesh(tp_rank=rank, tp_size=2, device=torch.device("cpu"), tp_group=dist.group.WORLD)
         options = Options(output=tmp_path / "r.jsonl", num_tokens=(1, 3), hidden_size=(32,), num_replays=4, quiet=True)

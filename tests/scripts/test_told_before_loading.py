@@ -7,7 +7,6 @@ import pytest
 
 import scripts.benchmark.agreement
 import scripts.benchmark.decode
-import scripts.benchmark.one_gpu
 import scripts.budget
 import scripts.collect
 import scripts.evaluate
@@ -23,7 +22,7 @@ STAGES: dict[str, tuple[Any, type[Any], list[str]]] = {
     "budget": (scripts.budget.main, scripts.budget.Options, ["--corpus", "c4", "--output", "budget.json"]),
     "decode": (
         scripts.benchmark.decode.main,
-        scripts.benchmark.one_gpu.Options,
+        scripts.benchmark.decode.Options,
         ["--corpus", "c4", "--output", "r.jsonl"],
     ),
     "agreement": (
@@ -38,7 +37,7 @@ STAGES: dict[str, tuple[Any, type[Any], list[str]]] = {
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in (ModelOptions, RunOptions):
         monkeypatch.setattr(options, "load", lambda options: pytest.fail("a model is loaded"))
-    monkeypatch.setattr(scripts.benchmark.one_gpu, "load_subject", lambda *given: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(scripts.benchmark.decode, "load_subject", lambda *given: pytest.fail("a model is loaded"))
 
 
 @pytest.mark.parametrize("stage", STAGES)

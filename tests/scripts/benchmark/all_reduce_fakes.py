@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modules.kernels.add_norm import reference_add_norm
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.benchmark.all_reduce_bench import EPS, Bench, Methods, Point
+from scripts.benchmark.all_reduce import EPS, Bench, Methods, Point
 from scripts.benchmark.timing import Timing
 
 ALL_METHODS = ("one-shot", "two-shot", "nccl float32", "nccl", "torch one-shot", "torch two-shot")

@@ -10,7 +10,7 @@ import torch
 from analysis.results import read_records
 from pipeline_parallel.kernels import copied_two_shot
 from pipeline_parallel.kernels.copied_two_shot import ENTRY, EXIT
-from scripts.benchmark.all_reduce_bench import COPIES, FUSED, OURS
+from scripts.benchmark.all_reduce import COPIES, FUSED, OURS
 from scripts.benchmark.all_reduce_stress import (
     ARRIVAL,
     CALLS,

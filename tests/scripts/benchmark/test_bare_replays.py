@@ -10,8 +10,8 @@ import torch
 from modules import graphs
 from modules.generation import generate
 from modules.requests import GenerationRequest
-from scripts.benchmark import bare_replays
-from scripts.benchmark.bare_replays import bare_step_ms
+from scripts.benchmark import decode_steps
+from scripts.benchmark.decode_steps import bare_step_ms
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_decoder
@@ -46,8 +46,8 @@ def test_the_last_token_is_that_of_the_generation(
             made.append(self)
 
     play_graphs(monkeypatch)
-    monkeypatch.setattr(bare_replays, "DecodeGraphs", Kept)
-    monkeypatch.setattr(bare_replays, "can_capture", lambda model: True)
+    monkeypatch.setattr(decode_steps, "DecodeGraphs", Kept)
+    monkeypatch.setattr(decode_steps, "can_capture", lambda model: True)
     monkeypatch.setattr(torch.cuda, "Event", WallEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     found = bare_step_ms(model, requests, repetitions=2)

@@ -15,9 +15,19 @@ from analysis.results import read_records
 from pipeline_parallel.all_reduce_choice import ChoiceTable, read_choice_tables, write_choice_tables
 from pipeline_parallel.launch import Launch
 from scripts.benchmark import communication
-from scripts.benchmark.all_reduce_bench import Point
-from scripts.benchmark.all_reduce_records import Setting, fastest, link_bytes, model_choice, point_records
-from scripts.benchmark.communication import Options, check, main, run, token_counts
+from scripts.benchmark.all_reduce import Point
+from scripts.benchmark.communication import (
+    Options,
+    Setting,
+    check,
+    fastest,
+    link_bytes,
+    main,
+    model_choice,
+    point_records,
+    run,
+    token_counts,
+)
 from scripts.benchmark.timing import Timing
 from scripts.command_line import run_stage
 from tests.pipeline_parallel.launching import start_torchrun, wait_all

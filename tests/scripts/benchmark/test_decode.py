@@ -17,14 +17,19 @@ from modules.config import ModelConfig
 from modules.scoring import windows_likelihood
 from modules.sparsity import ActiveSet, SelectionContext
 from modules.thinned_input import ThinnedInput
-from scripts.benchmark import hugging_face, one_gpu, shapes
-from scripts.benchmark.achieved import Shares, _watch_inputs, measure_achieved
-from scripts.benchmark.decoding_check import DecodingCheck, Limits
+from scripts.benchmark import hugging_face, random_models
+from scripts.benchmark.achieved import (
+    DecodingCheck,
+    Limits,
+    Shares,
+    _watch_inputs,
+    measure_achieved,
+    predictor_parameters,
+    step_bytes,
+)
+from scripts.benchmark.decode import Options
 from scripts.benchmark.engine import bytes_of_weights
-from scripts.benchmark.one_gpu import Options
-from scripts.benchmark.random_predictors import Sizes, attach_random
-from scripts.benchmark.shapes import HF_CONFIGS
-from scripts.benchmark.step_bytes import predictor_parameters, step_bytes
+from scripts.benchmark.random_models import HF_CONFIGS, Sizes, attach_random
 from sparse_predictor.budgets import predictors_id
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection
 from tests.modules.tiny_kinds import LLAMA
@@ -37,7 +42,7 @@ CONFIG = ModelConfig.from_hf(HF_CONFIGS["tiny"])
 
 @pytest.fixture(autouse=True)
 def a_known_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.benchmark.one_gpu.measure_read_ceiling", lambda device: CEILING)
+    monkeypatch.setattr("scripts.benchmark.decode.measure_read_ceiling", lambda device: CEILING)
 
 
 def decode(tmp_path: Path, **flags: Any) -> list[Record]:
@@ -83,8 +88,10 @@ def test_the_log_says_how_large_a_model_is_before_it_is_drawn_and_what_is_timed(
 ) -> None:
     said: list[str] = []
     sink = logger.add(said.append, level="INFO", format="{message}")
-    draw = shapes.random_model
-    monkeypatch.setattr(shapes, "random_model", lambda *given, **more: said.append("drawn\n") or draw(*given, **more))
+    draw = random_models.random_model
+    monkeypatch.setattr(
+        random_models, "random_model", lambda *given, **more: said.append("drawn\n") or draw(*given, **more)
+    )
     try:
         decode(tmp_path, method="static", baseline="hf-eager", new_tokens=4)
     finally:
@@ -167,7 +174,7 @@ def test_a_density_that_does_not_come_out_is_not_timed(tmp_path: Path, monkeypat
     def without_calibration(model: Any, selection: Selection, *others: Any) -> None:
         attach_selection(model, replace(selection, method="random", mlp_density=0.4))
 
-    monkeypatch.setattr("scripts.benchmark.one_gpu.attach_random", without_calibration)
+    monkeypatch.setattr("scripts.benchmark.decode.attach_random", without_calibration)
     with pytest.raises(ValueError, match=r"density of MLPs and heads .* was asked for; it is not timed"):
         decode(tmp_path, method="predictor", mlp_density=0.25)
 
@@ -179,7 +186,7 @@ def test_decoding_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
         found = real(*arguments)
         return replace(found, logprobs=[[value + 0.01 for value in row] for row in found.logprobs])
 
-    monkeypatch.setattr("scripts.benchmark.decoding_check.measure_achieved", spoiled)
+    monkeypatch.setattr("scripts.benchmark.achieved.measure_achieved", spoiled)
     with pytest.raises(ValueError, match="decoding and a masked prefill: log-probabilities of the same tokens differ"):
         decode(tmp_path)
     assert not (tmp_path / "decode.jsonl").exists()
@@ -197,7 +204,7 @@ def test_a_sparse_random_model_is_checked_in_float32_and_in_what_is_timed(
         spoilt = offsets[len(looked_at) - 1]
         return replace(found, logprobs=[[value + spoilt for value in row] for row in found.logprobs])
 
-    monkeypatch.setattr("scripts.benchmark.decoding_check.measure_achieved", spoiled)
+    monkeypatch.setattr("scripts.benchmark.achieved.measure_achieved", spoiled)
     with pytest.raises(ValueError, match=rf"differ by .* \(allowed {allowed}\)"):
         decode(tmp_path, method="predictor", dtype="bfloat16")
     assert looked_at == [(torch.float32, 2), (torch.bfloat16, 2)][: len(offsets)]
@@ -260,7 +267,7 @@ def test_speed_and_quality_are_of_one_selection_that_is_attached_once(
         attached.append(selection)
         return attach_selection(model, selection)
 
-    monkeypatch.setattr("scripts.benchmark.one_gpu.attach_selection", attach)
+    monkeypatch.setattr("scripts.benchmark.decode.attach_selection", attach)
     flags = {"model": str(folder), "corpus": "self", "window": 16, "max_windows": 4, "decoded_windows": 0}
     flags |= {"method": "predictor", "predictors": tmp_path / "far", "prompt_tokens": 12, "new_tokens": 6}
     (record,) = decode(tmp_path, **flags, mlp_density=0.4, label="far")
@@ -273,7 +280,7 @@ def test_speed_and_quality_are_of_one_selection_that_is_attached_once(
     assert record["text_achieved"] != {name: record["achieved"][name] for name in record["text_achieved"]}
     model = load_model(folder)
     stats = attach_selection(model, attached[0])
-    subject = one_gpu.load_subject(Options(output=tmp_path, **flags), torch.device("cpu"))
+    subject = scripts.benchmark.decode.load_subject(Options(output=tmp_path, **flags), torch.device("cpu"))
     expected = windows_likelihood(model, subject.windows)
     assert record["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
     assert record["text_achieved"]["mlp_density"] == pytest.approx(stats.mean_density("mlp"), abs=1e-6)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import scripts.benchmark.first_request
 import scripts.benchmark.prefill
 from analysis.results import read_records
 from analysis.tables import all_tables
@@ -16,7 +15,7 @@ from modules.generation import generate
 from modules.requests import GenerationRequest
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark.engine import Options, check_close, check_decoding, echoed, prefill_flops, run
-from scripts.benchmark.shapes import HF_CONFIGS, find_shape
+from scripts.benchmark.random_models import HF_CONFIGS, find_shape
 
 TINY = {"shape": "tiny", "prompt_tokens": 16, "repetitions": 1, "device": "cpu", "quiet": True}
 
@@ -42,18 +41,6 @@ def test_decode_and_prefill_are_recorded_beside_hugging_face_with_the_same_weigh
     assert records[2]["share_of_ceiling"] == pytest.approx(
         records[2]["tflops_each"] / records[2]["ceiling_tflops_each"]
     )
-
-
-def test_what_the_first_request_pays_is_recorded(tmp_path: Path) -> None:
-    options = scripts.benchmark.first_request.Options(
-        output=tmp_path / "first.jsonl",
-        new_tokens=3,
-        num_requests=3,
-        **TINY,  # type: ignore[arg-type]
-    )
-    records = scripts.benchmark.first_request.main(options)
-    assert [record["labels"]["warm_up"] for record in records] == [False, False, True]
-    assert all(record["value"] > 0 and record["baseline"]["value"] > 0 for record in records)
 
 
 def test_speeds_of_models_that_differ_are_refused() -> None:

@@ -7,9 +7,9 @@ import torch
 
 from modules.decoder import Decoder
 from modules.scoring import Likelihood, Window, score_windows, windows_likelihood
-from scripts.benchmark import forced_decoding
-from scripts.benchmark.forced_decoding import forced_likelihood
-from scripts.benchmark.random_predictors import Sizes, attach_random
+from scripts.benchmark import decode_steps
+from scripts.benchmark.decode_steps import forced_likelihood
+from scripts.benchmark.random_models import Sizes, attach_random
 from sparse_predictor.selection import Selection
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import LLAMA, random_tokens
@@ -42,7 +42,7 @@ def test_forced_decoding_has_the_likelihood_of_a_masked_prefill(
     expected = windows_likelihood(model, windows())
     if in_graphs:
         play_graphs(monkeypatch)
-        monkeypatch.setattr(forced_decoding, "can_capture", lambda model: True)
+        monkeypatch.setattr(decode_steps, "can_capture", lambda model: True)
     found = forced_likelihood(model, windows(), batch_size=3)
     assert found.num_tokens == expected.num_tokens
     assert found.nll_sum == pytest.approx(expected.nll_sum, rel=0, abs=1e-9)

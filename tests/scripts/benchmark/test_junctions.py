@@ -13,8 +13,8 @@ from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.overlap import Overlap
-from scripts.benchmark import junctions
-from scripts.benchmark.junctions import Way, measure_ways
+from scripts.benchmark import engine
+from scripts.benchmark.engine import Way, measure_ways
 from tests.modules.tiny_kinds import LLAMA
 
 MESH = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
@@ -50,7 +50,7 @@ def test_each_junction_is_measured_whole_and_split(model: Decoder, monkeypatch: 
         assert isinstance(model.add_norm, ReducingAddNorm) and choice == "auto"
         model.add_norm = FusedAddNorm(model.add_norm, OPERATOR, lambda tokens: "two-shot", lambda: False)
 
-    monkeypatch.setattr(junctions, "choose_all_reduce", choose)
+    monkeypatch.setattr(engine, "choose_all_reduce", choose)
     assert ways(model, 1024) == [
         Way(name="GLOO", all_reduce="gloo", speeds={1: 2.0, 8: 3.0}),
         Way(name="GLOO, split", all_reduce="gloo", overlap_tokens=1024, speeds={8: 6.0}),

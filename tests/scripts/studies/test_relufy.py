@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import scripts.benchmark.one_gpu
+import scripts.benchmark.decode
 from analysis.effects import relufied_pairs
 from analysis.results import read_records
 from modules.checkpoint.load import load_model
@@ -79,7 +79,7 @@ def test_speed_and_quality_of_sparse_runs_come_from_trained_predictors(
     chosen = options(
         tmp_path, train_tokens=64, prompt_tokens=8, decode_tokens=4, speed_densities=(0.5,), predictor_tokens=300
     )
-    monkeypatch.setattr(scripts.benchmark.one_gpu, "measure_read_ceiling", lambda device: 1.0)
+    monkeypatch.setattr(scripts.benchmark.decode, "measure_read_ceiling", lambda device: 1.0)
     train = scripts.train.main
     monkeypatch.setattr(scripts.train, "main", lambda given: train(type(given)(**{**vars(given), "steps": 3})))
     records = main(chosen)
@@ -88,7 +88,7 @@ def test_speed_and_quality_of_sparse_runs_come_from_trained_predictors(
         ("silu", "perplexity"), ("silu", "tokens_per_s"), ("relu", "perplexity"), ("relu", "tokens_per_s")
     ]  # fmt: skip
     assert all(record["baseline"]["name"] == "dense" and record["labels"]["mlp_density"] == 0.5 for record in sparse)
-    monkeypatch.setattr(scripts.benchmark.one_gpu, "run", None)
+    monkeypatch.setattr(scripts.benchmark.decode, "run", None)
     assert measured(main(chosen)) == measured(records)
     # Where records are lost, predictors of other options are not taken for those that are asked for.
     chosen.output.write_text("".join(json.dumps(record) + "\n" for record in records if record not in sparse))
@@ -96,7 +96,7 @@ def test_speed_and_quality_of_sparse_runs_come_from_trained_predictors(
         monkeypatch.setattr(module, name, lambda *given, **more: pytest.fail("made once more"))
     timed = {"value": 1.0, "unit": "tokens/s", "baseline": {"name": "dense", "value": 1.0}, "achieved": None}
     timed |= dict.fromkeys(("bytes_per_step", "achieved_gb_per_s", "ceiling_gb_per_s"))
-    monkeypatch.setattr(scripts.benchmark.one_gpu, "run", lambda given: [timed])
+    monkeypatch.setattr(scripts.benchmark.decode, "run", lambda given: [timed])
     assert len(main(chosen)) == len(records)
     with pytest.raises(FileExistsError, match=r"silu-predictors already holds predictors: densities is \[0.5\] there"):
         main(replace(chosen, speed_densities=(0.4,)))

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from scripts.benchmark import all_reduce_bench
-from scripts.benchmark.all_reduce_bench import Point, checksum, largest_row_error, num_calls
-from scripts.benchmark.peers import check_peer_name, import_peer
+from scripts.benchmark import all_reduce
+from scripts.benchmark.all_reduce import Point, checksum, largest_row_error, num_calls
+from scripts.benchmark.timing import check_peer_name, import_peer
 from tests.scripts.benchmark.all_reduce_fakes import ALL_METHODS, OneRank, milliseconds, one_rank_bench
 
 
@@ -44,8 +44,8 @@ def test_what_a_method_leaves_behind_is_not_the_next_ones_input() -> None:
 
 
 def test_a_peer_is_imported_or_refused_in_one_line() -> None:
-    assert import_peer("scripts.benchmark.all_reduce_bench:checksum") is checksum
-    for place in ("nowhere.to_be_found:make", "scripts.benchmark.all_reduce_bench:missing", "torch", ":"):
+    assert import_peer("scripts.benchmark.all_reduce:checksum") is checksum
+    for place in ("nowhere.to_be_found:make", "scripts.benchmark.all_reduce:missing", "torch", ":"):
         with pytest.raises(ValueError, match=f"--peer {place}: give MODULE:FUNCTION that can be imported"):
             import_peer(place)
     check_peer_name(None, "")
@@ -105,7 +105,7 @@ def test_the_link_is_as_fast_as_the_fastest_copy(monkeypatch: pytest.MonkeyPatch
     mesh = replace(bench.mesh, tp_group=mock.Mock())
     monkeypatch.setattr(bench, "mesh", mesh)
     copies = {"slow": lambda: 4.0, "fast": lambda: 0.5}
-    monkeypatch.setattr(all_reduce_bench.communication, "link_copies", lambda *arguments: copies)
+    monkeypatch.setattr(all_reduce.communication, "link_copies", lambda *arguments: copies)
     monkeypatch.setattr(bench, "time", lambda copy, num_calls, use_cuda_graph: milliseconds(copy()))
     assert bench.link_gb_per_s(2 * 10**6) == pytest.approx(4.0)  # 2 MB in half a millisecond
 

@@ -1,12 +1,17 @@
-"""Perplexity through decode steps: the tokens of a text are forced one by one, where a prefill takes them all at once.
+"""Decode steps by themselves, driven from here: a text forced through them, or their graphs replayed.
 
-On a GPU the steps are the captured graphs that generation replays, so the number belongs to what is timed.
+`forced_likelihood`: perplexity through decode steps. The tokens of a text are forced one by one, where a prefill takes
+them all at once; on a GPU through the captured graphs that generation replays, so the number belongs to what is timed.
+`bare_step_ms`: what steps cost when nothing is read and nothing asked of the host. They are those of the timed
+generation, from the same prompts with the same choices, so they compute the same units; what generation takes beyond
+them is the host's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,7 +20,8 @@ from modules.cache import KVCache
 from modules.decoder import Decoder
 from modules.generation import decode_one_token
 from modules.graphs import DecodeGraphs, StepInputs, can_capture
-from modules.sampling import SamplingParams
+from modules.requests import GenerationRequest
+from modules.sampling import SamplingParams, greedy
 from modules.scoring import Likelihood, Window, chosen_logprobs, pad_right
 
 # One token [B] for each of the first rows, behind so many cached -> logits [B, V] of the next.
@@ -77,3 +83,32 @@ def eager_step(model: Decoder, cache: KVCache) -> Step:
         return decode_one_token(model, torch.tensor(token_ids, device=model.device), rows)
 
     return step
+
+
+@torch.inference_mode()
+def bare_step_ms(model: Decoder, requests: Sequence[GenerationRequest], repetitions: int) -> float | None:
+    """Median milliseconds of a greedy decode step of these requests run together, prompts of equal length; None where
+    steps are not CUDA graphs."""
+    if not can_capture(model):
+        return None
+    prompts = torch.tensor([request.prompt_token_ids for request in requests], device=model.device)
+    (count, length), steps = prompts.shape, requests[0].max_new_tokens - 1
+    # Graphs look at the whole cache, in pieces of 64 positions.
+    room = min(-(-(length + steps + 1) // 64) * 64, model.config.max_position_embeddings)
+    cache = model.new_cache(count, room)
+    chosen = greedy(model.logits(model(prompts, cache=cache)[:, -1])).tolist()
+    graphs, lengths = DecodeGraphs(model, cache), [length] * count
+    inputs = StepInputs(chosen, lengths, [1] * count, [SamplingParams()] * count)
+    graphs.filled(inputs).replay()  # captured, and run once
+    samples = []
+    for _ in range(repetitions):
+        step = graphs.filled(inputs)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(model.device)
+        began.record()
+        for _ in range(steps):
+            step.replay()
+        ended.record()
+        torch.cuda.synchronize(model.device)
+        samples.append(began.elapsed_time(ended) / steps)
+    return median(samples)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pipeline_parallel.all_reduce_choice import SplitPoint, read_split_points, write_split_points
-from scripts.benchmark.prefill import Options, main
-from scripts.benchmark.split_tuning import OFFSETS, PROGRAMS, best_split, even_split, problem_of
+from scripts.benchmark.prefill import OFFSETS, PROGRAMS, Options, best_split, even_split, main, problem_of
 
 
 def cost(point: SplitPoint) -> float:
