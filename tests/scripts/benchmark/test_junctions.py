@@ -18,7 +18,7 @@ from scripts.benchmark.engine import Way, measure_ways
 from tests.modules.tiny_kinds import LLAMA
 
 MESH = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
-OPERATOR: Any = SimpleNamespace(max_tokens=128, transport="p2p", another=lambda: OPERATOR)
+OPERATOR: Any = SimpleNamespace(max_tokens=128, transport="p2p", with_own_memory=lambda: OPERATOR)
 
 
 @pytest.fixture
