@@ -9,18 +9,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from loguru import logger
 
-from data.files import only_writer
 from pipeline_parallel.watch import RankWatch
 
 BAD_INPUT = 2
@@ -74,11 +72,6 @@ _current = Launch()
 def current_launch() -> Launch:
     """The launch that `distributed` has entered; outside of it that of one process."""
     return _current
-
-
-def only_writing_run(output: Path) -> AbstractContextManager[None]:
-    """`only_writer` of an output that all ranks write together: the first one holds it, and fails for all."""
-    return only_writer(output) if _current.rank == 0 else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)

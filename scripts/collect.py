@@ -24,7 +24,6 @@ from data.activation_store import (
 from data.corpora import TokenPiece, iter_documents, parse_corpus, token_pieces
 from data.store_manifest import StoreLayout, layout_differences
 from pipeline_parallel.engine import check_same_everywhere
-from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
 from scripts.written_text import self_writer
@@ -66,14 +65,7 @@ class Options(ModelOptions):
 
 
 def main(options: Options) -> ActivationStore | None:
-    """Collect into `output_dir`, which one run at a time may do, and return the finished store, on the first of all
-    processes (None: on the others)."""
-    with only_writing_run(options.output_dir):
-        return collect(options)
-
-
-def collect(options: Options) -> ActivationStore | None:
-    """As `main`; the caller sees to it that nobody else writes the store."""
+    """Collect into `output_dir`, and return the finished store, on the first of all processes (None: on the others)."""
     corpus = parse_corpus(options.corpus, side="train")
     if options.max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, got {options.max_tokens}")

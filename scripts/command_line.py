@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -46,8 +46,8 @@ def run_stage(
     on each of them. Then an error on one ends all, as `pipeline_parallel.launch` says, and options that are not the
     same on all of them are refused.
 
-    A field `output` is a file that one run at a time may write, and a second one fails at once; shares_output: runs
-    of this stage append to one file side by side.
+    Fields `output` and `output_dir` are what one run at a time may write, and a second one fails at once;
+    shares_output: runs of this stage write there side by side.
     """
     with console():
         _run(main, options_class, args, distributed=distributed, shares_output=shares_output)
@@ -75,7 +75,7 @@ def _run(
             )
         configure_logging(quiet=bool(getattr(options, "quiet", False)))
         resumes = "continue with --resume" if hasattr(options, "resume") else ""
-        lock = contextlib.nullcontext() if shares_output else _output_lock(options)
+        lock = contextlib.nullcontext() if shares_output else _only_writing_run(options)
         if os.environ.get("WORLD_SIZE", "1") == "1":
             with lock:
                 main(options)
@@ -106,11 +106,15 @@ def _run(
         raise SystemExit(INTERRUPTED) from None
 
 
-def _output_lock(options: object) -> contextlib.AbstractContextManager[None]:
-    """Of the first rank, which alone writes."""
-    output = getattr(options, "output", None)
-    is_writer = isinstance(output, Path) and os.environ.get("RANK", "0") == "0"
-    return only_writer(cast("Path", output)) if is_writer else contextlib.nullcontext()
+@contextlib.contextmanager
+def _only_writing_run(options: object) -> Iterator[None]:
+    """Hold the locks of what the options say to write; the first rank does, and fails for all."""
+    with contextlib.ExitStack() as held:
+        for name in ("output", "output_dir"):
+            output = getattr(options, name, None)
+            if isinstance(output, Path) and os.environ.get("RANK", "0") == "0":
+                held.enter_context(only_writer(output))
+        yield
 
 
 def _shared_options(options: Any) -> dict[str, str]:

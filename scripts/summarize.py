@@ -16,7 +16,7 @@ from analysis.report import build_report
 from analysis.results import read_records
 from analysis.rivals import findings
 from analysis.tables import environment_lines, quality_tables, summary_markdown, update_readmes
-from data.files import disk_errors, only_writer, replace_file
+from data.files import disk_errors, replace_file
 from scripts.command_line import progress, run_stage
 
 
@@ -46,7 +46,7 @@ def main(options: SummarizeOptions) -> None:
         logger.warning(line)
     output_dir, report = options.output_dir, options.output_dir / "report.html"
     figures = all_figures(records)
-    with only_writer(output_dir), disk_errors(output_dir):
+    with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         save_figures(progress(figures.items(), "plots", quiet=options.quiet, unit="plot"), output_dir)
         replace_file(output_dir / "summary.md", summary_markdown(records).encode())

@@ -13,7 +13,7 @@ from loguru import logger
 from analysis.formatting import Table
 from analysis.results import environment_stamp
 from data.activation_store import ActivationStore
-from data.files import check_sums, only_writer, replace_file
+from data.files import check_sums, replace_file
 from data.store_manifest import SPLITS
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
@@ -98,16 +98,9 @@ LEAST = {"closed_form_rows": 16, "calibration_tokens": 1, "standin_tokens": 1}
 
 
 def main(options: Options) -> PredictorManifest:
-    """Train into `output_dir`, which one run at a time may do, unless that is done already; the manifest is written
-    last."""
+    """Train into `output_dir`, unless that is done already; the manifest is written last."""
     options = fit_to_device(options, resolve_device(options.device).type)
     check_options(options)
-    with only_writer(options.output_dir):
-        return train(options)
-
-
-def train(options: Options) -> PredictorManifest:
-    """As `main`; the caller sees to it that nobody else writes `output_dir`."""
     kept = layer_densities(options)
     store = ActivationStore(options.activations, verify=options.verify)
     if store.layout.units not in ("both", options.units):

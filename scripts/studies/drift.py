@@ -28,7 +28,6 @@ from data.corpora import parse_corpus
 from data.files import disk_errors, replace_file
 from modules.checkpoint.load import load_config
 from modules.config import ModelConfig
-from pipeline_parallel.launch import only_writing_run
 from scripts.command_line import run_stage
 from scripts.model_loading import LoadedModel, ModelOptions, resolve_device, resolve_model
 from scripts.studies.drift_records import PARTS, DriftSettings, Part, drift_measure_records, drift_records
@@ -80,16 +79,9 @@ class Options(DriftSettings, ModelOptions):
 
 
 def main(options: Options) -> list[Record]:
-    """Measure, write everything into `output_dir` (on the first of all processes), which one run at a time may do, and
-    return the records."""
+    """Measure, write everything into `output_dir` (on the first of all processes), and return the records."""
     options.check()
     parse_corpus(options.corpus, side="test")  # an unknown one fails before anything is loaded
-    with only_writing_run(options.output_dir):
-        return study(options)
-
-
-def study(options: Options) -> list[Record]:
-    """As `main`; the caller sees to it that nobody else writes `output_dir`."""
     store = None if options.activations is None else ActivationStore(options.activations, verify=options.verify)
     if options.model:
         check_amounts(options, load_config(resolve_model(options.model)))  # before the weights are read

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 import scripts.collect
 from data.activation_store import ActivationStore, ActivationStoreWriter
-from data.files import only_writer
 from scripts.collect import Options, main, parse_layers
 from scripts.command_line import run_stage
 from sparse_predictor.collect import ActivationRecorder
@@ -253,13 +252,6 @@ def test_an_existing_store_is_refused_without_resume_and_kept(
     assert (store.directory / "mlp_x_0.mmap").read_bytes() == before and ActivationStore(store.directory).num_rows
     changed = [*arguments(llama, tmp_path, **{"layers": "0"}), "--resume"]
     assert "cannot resume" in one_error_line(main, Options, changed, capsys)
-
-
-def test_one_run_at_a_time_collects_into_a_store(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with only_writer(tmp_path / "store"):
-        line = one_error_line(main, Options, arguments(llama, tmp_path), capsys)
-        assert f"{tmp_path}/store is being written by process " in line and not (tmp_path / "store").exists()
-    assert main(Options(model=str(llama), corpus=f"{tmp_path}/corpus.jsonl", output_dir=tmp_path / "store", quiet=True))
 
 
 def test_a_damaged_store_is_repaired_by_collecting_with_resume(llama: Path, tmp_path: Path) -> None:

@@ -220,17 +220,28 @@ class Writing:
     device: str = "auto"
 
 
-def test_one_run_at_a_time_writes_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--output", str(tmp_path / "results.jsonl")]
-    seen: list[Writing] = []
-    with only_writer(tmp_path / "results.jsonl"):
+@dataclass(frozen=True, kw_only=True)
+class WritingFolder:
+    """Writes to one folder."""
+
+    output_dir: Path
+
+
+@pytest.mark.parametrize("options_class", [Writing, WritingFolder])
+def test_one_run_at_a_time_writes_an_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options_class: type
+) -> None:
+    flag = "--output" if options_class is Writing else "--output-dir"
+    arguments = [flag, str(tmp_path / "results")]
+    seen: list[object] = []
+    with only_writer(tmp_path / "results"):
         with pytest.raises(SystemExit) as stopped:
-            run_stage(seen.append, Writing, arguments)
+            run_stage(seen.append, options_class, arguments)
         assert stopped.value.code == 2 and not seen
         said = capsys.readouterr().err
-        assert f"results.jsonl is being written by process {os.getpid()} on " in said and said.count("\n") == 1
-        run_stage(seen.append, Writing, arguments, shares_output=True)
-    run_stage(lambda options: run_stage(seen.append, Writing, ["--output", "/dev/null"]), Writing, arguments)
+        assert f"results is being written by process {os.getpid()} on " in said and said.count("\n") == 1
+        run_stage(seen.append, options_class, arguments, shares_output=True)
+    run_stage(lambda options: run_stage(seen.append, options_class, [flag, "/dev/null"]), options_class, arguments)
     assert len(seen) == 2 and not list(tmp_path.iterdir())
 
 

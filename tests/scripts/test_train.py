@@ -14,7 +14,6 @@ from loguru import logger
 
 import scripts.train
 from data.activation_store import ActivationStore
-from data.files import only_writer
 from scripts.command_line import run_stage
 from scripts.train import Options, fit_to_device, main, parse_rank
 from sparse_predictor.selection import Selection, attach_selection
@@ -310,14 +309,6 @@ def test_a_damaged_training_state_is_left_behind(folder: Path, tmp_path: Path) -
     (tmp_path / "p/training_mlp.pt").write_bytes(b"PK damaged")
     run_stage(main, Options, flags(folder, tmp_path / "p"))
     assert (tmp_path / "p/manifest.json").is_file()
-
-
-def test_two_trainings_of_one_folder_are_not_run_at_once(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with only_writer(tmp_path / "p"):
-        line = one_error_line(main, Options, flags(folder, tmp_path / "p", seed=3), capsys)
-    assert f"{tmp_path}/p is being written by process {os.getpid()} on " in line and not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize("name", ["training_mlp.pt", "layer_1_mlp.safetensors", "metrics.json", "manifest.json"])

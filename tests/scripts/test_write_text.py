@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from data.corpora import iter_documents
-from data.files import only_writer
 from modules.generation import generate
 from scripts.model_loading import ModelOptions
 from scripts.studies.trained_models import train_tokenizer
@@ -17,7 +16,6 @@ from scripts.write_text import Options, main
 from scripts.written_text import up_to_end, vocabulary_words, write_documents
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import save_hf_folder
-from tests.sparse_predictor.tiny_stages import one_error_line
 
 WORDS = ("story", "these", "come", "words", "bread", "honey", "bees", "swim", "castle", "wolves", "jazz", "chess")
 
@@ -109,11 +107,3 @@ def test_what_cannot_be_written_is_an_error(folder: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(ValueError, match=message):
             main(replace(options(folder, tmp_path / "new.jsonl"), **change))
-
-
-def test_two_runs_into_one_file_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    output = tmp_path / "text.jsonl"
-    flags = ["--model", str(folder), "--output", str(output), "--max-tokens", "50"]
-    with only_writer(output):
-        assert "text.jsonl is being written by process" in one_error_line(main, Options, flags, capsys)
-    assert not output.exists()

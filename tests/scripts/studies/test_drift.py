@@ -14,7 +14,6 @@ import pytest
 
 import scripts.studies.drift as drift_stage
 from analysis.results import Record, read_records
-from data.files import only_writer
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions
 from scripts.studies.drift import Options, main, write_study
@@ -140,13 +139,6 @@ def test_what_does_not_fit_the_model_is_told_before_its_weights_are_read(
         (["--window", 32, "--calibration-tokens", 100], "--calibration-tokens: 100"),
     ):
         assert said in one_error_line(main, Options, [*shared, *flags], capsys)
-
-
-def test_one_run_at_a_time_writes_a_study(refused: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--activations", refused / "store", "--parts", "drift", "--output-dir", refused / "out", "--quiet"]
-    with only_writer(refused / "out"):
-        assert "out is being written by process " in one_error_line(main, Options, given, capsys)
-    assert not (refused / "out").exists()
 
 
 def test_a_full_disk_names_the_file_of_the_study(
