@@ -14,7 +14,7 @@ from modules.kernels.decode_attention import attend
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.project_heads import project_heads
 from modules.kernels.qkv_projection import project_qkv
-from modules.linear import OutputProjection
+from modules.linear import Linear
 from modules.positions import apply_rotary
 from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, UnitShard
 from modules.thinned_input import ThinnedInput, path_without_a_choice
@@ -26,6 +26,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self.hidden_size = config.hidden_size
         self.head_dim = config.head_dim
         self.num_units = config.num_key_value_heads
         self.units: UnitShard | None = None  # which groups are here, where a tensor-parallel rank computes a part
@@ -33,10 +34,10 @@ class Attention(nn.Module):
         self.query_heads: tuple[int, int] | None = None  # global range of the heads here, where that is a part
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = OutputProjection(query_size, config.hidden_size)
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, rows_are="inputs")
         self.head_outputs = nn.Identity()  # a named point for forward hooks: sees [B, T, N, H]
         self.selector: Selector | None = None
         self.force_mask = False
@@ -97,9 +98,9 @@ class Attention(nn.Module):
         lengths = cache.cache_seqlens
         queries = project_qkv(
             states,
-            self.q_proj.weight,
-            self.k_proj.weight,
-            self.v_proj.weight,
+            self.q_proj.kernel_argument(),
+            self.k_proj.kernel_argument(),
+            self.v_proj.kernel_argument(),
             self.q_proj.bias,
             self.k_proj.bias,
             self.v_proj.bias,
@@ -119,7 +120,7 @@ class Attention(nn.Module):
             early=fused.early_selection(),
         )
         sums = fused.sums("attention", self.layer_idx)
-        return project_heads(heads, self.o_proj.weight, active_groups=groups, output=sums)[:, None]
+        return project_heads(heads, self.o_proj.kernel_argument(), active_groups=groups, output=sums)[:, None]
 
     def _gathered(
         self, hidden_states: Tensor, keys: Tensor, values: Tensor, mask: Tensor, forward_pass: ForwardPass
@@ -131,13 +132,13 @@ class Attention(nn.Module):
         width = self.queries_per_group * self.head_dim
         channels = (groups[:, None] * width + torch.arange(width, device=groups.device)).flatten()
         bias = None if self.q_proj.bias is None else self.q_proj.bias[channels]
-        queries = self._split(F.linear(hidden_states, self.q_proj.weight[channels], bias))
+        queries = self._split(F.linear(hidden_states, self.q_proj.rows(channels), bias))
         queries = self._rotated(queries, forward_pass)
         heads = self._attend(queries, keys[:, groups], values[:, groups], forward_pass)
         if mask.shape[0] > 1:
             heads = heads.unflatten(2, (-1, self.queries_per_group))
             heads = heads.masked_fill(~mask[:, groups].view(mask.shape[0], 1, -1, 1, 1), 0).flatten(2, 3)
-        return torch.matmul(heads.flatten(2), self.o_proj.weight[channels])
+        return torch.matmul(heads.flatten(2), self.o_proj.rows(channels))
 
     def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
         """Those of the four projections whose inputs are thinned out, and the weights an entry stands for (of what this
@@ -148,7 +149,7 @@ class Attention(nn.Module):
             (self.q_proj, self.num_real_channels),
             (self.k_proj, groups * self.head_dim),
             (self.v_proj, groups * self.head_dim),
-            (self.o_proj, self.o_proj.weight.shape[1]),
+            (self.o_proj, self.hidden_size),
         ):
             if isinstance(part, ThinnedInput):
                 found.append((part, width))

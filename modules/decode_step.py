@@ -91,7 +91,7 @@ def can_fuse(model: Decoder) -> bool:
     """Whether decode steps run in fused kernels: pre-norm models of any type but float64, whole on one GPU, or
     dense and with each layer shared by several."""
     whole = model.links is None and (not model.is_sparse if model.shards else model.add_norm is add_norm)
-    on_gpu = triton is not None and model.device.type == "cuda" and model.dtype in DTYPES
+    on_gpu = triton is not None and model.device.type == "cuda" and model.compute_dtype in DTYPES
     fits = model.config.pre_norm and model.config.queries_per_group <= MAX_QUERIES_PER_GROUP
     return whole and on_gpu and fits
 
@@ -132,7 +132,7 @@ def run_step(model: Decoder, token_ids: Tensor, forward_pass: ForwardPass) -> Te
         partial = half_block.block(hidden_states, forward_pass)
         hidden_states, residual = leave(model, partial, residual, half_block.norm, half_block.bias)
     if model.project_out is None and len(hidden_states.partial) == 1 and not model.shards:
-        return norm_linear(hidden_states, model.lm_head.weight, None, out_dtype=torch.float32)
+        return norm_linear(hidden_states, model.lm_head.kernel_argument(), None, out_dtype=torch.float32)
     return model.logits(hidden_states.normed())
 
 
@@ -140,14 +140,14 @@ def _defer(
     model: Decoder, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None
 ) -> tuple[DeferredNorm, Tensor]:
     """Leave the residual junction to the next kernel."""
-    return deferred_add_norm(partial, residual, norm, bias, dtype=model.dtype)
+    return deferred_add_norm(partial, residual, norm, bias, dtype=model.compute_dtype)
 
 
 def _reduce(
     model: Decoder, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None
 ) -> tuple[DeferredNorm, Tensor]:
     """The residual junction here and now: ranks that share a layer have to add up first."""
-    hidden_states, residual = model.add_norm(partial, residual, norm, bias, pre_norm=True, dtype=model.dtype)
+    hidden_states, residual = model.add_norm(partial, residual, norm, bias, pre_norm=True, dtype=model.compute_dtype)
     return DeferredNorm.plain(hidden_states.flatten(0, 1)), residual
 
 

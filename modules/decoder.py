@@ -7,6 +7,7 @@ overlap drive the same list; tensor parallelism and sparsity attach to it from o
 Legend: B batch, T tokens, D hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from modules.cache import KVCache
 from modules.config import ModelConfig
 from modules.feed_forward import FeedForward
 from modules.forward_pass import ForwardPass, cached_attention_mask, real_tokens
-from modules.linear import OutputHead
+from modules.linear import Linear
 from modules.normalization import AddNorm, Norm, add_norm, partial_memory
 from modules.positions import RotaryPositions
 from modules.shards import Shard
@@ -33,11 +34,11 @@ class Embeddings(nn.Module):
         self.offset = config.position_embedding_offset
         self.tokens = nn.Embedding(config.vocab_size, config.word_embed_proj_dim)
         self.positions: nn.Embedding | None = None
-        self.project_in: nn.Linear | None = None
+        self.project_in: Linear | None = None
         if config.positions == "learned":
             self.positions = nn.Embedding(config.max_position_embeddings + self.offset, config.hidden_size)
         if config.word_embed_proj_dim != config.hidden_size:
-            self.project_in = nn.Linear(config.word_embed_proj_dim, config.hidden_size, bias=False)
+            self.project_in = Linear(config.word_embed_proj_dim, config.hidden_size)
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids, positions [B, T] -> [B, T, D]."""
@@ -112,13 +113,14 @@ class Decoder(nn.Module):
             follows = Norm(config) if not (last and config.pre_norm and not config.final_norm) else None
             self.half_blocks.append(HalfBlock(Attention(config, layer_idx), Norm(config), attention_bias))
             self.half_blocks.append(HalfBlock(FeedForward(config, layer_idx), follows, mlp_bias))
-        self.project_out: nn.Linear | None = None
+        self.project_out: Linear | None = None
         if config.word_embed_proj_dim != config.hidden_size:
-            self.project_out = nn.Linear(config.hidden_size, config.word_embed_proj_dim, bias=False)
-        self.lm_head = OutputHead(config.word_embed_proj_dim, config.vocab_size)
+            self.project_out = Linear(config.hidden_size, config.word_embed_proj_dim)
+        self.lm_head = Linear(config.word_embed_proj_dim, config.vocab_size, keep_float32=True)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.embeddings.tokens.weight
+            self.tie_head()
         self.add_norm: AddNorm = add_norm
+        self.join_logits: Callable[[Tensor], Tensor] | None = None  # of the words that this rank has: those of all
         self.span = range(len(self.half_blocks))
         self.links: PipelineLinks | None = None
         self.prefill_driver: PrefillDriver | None = None
@@ -129,10 +131,15 @@ class Decoder(nn.Module):
         self.sparsity_hook: RemovableHandle | None = None
         self.rotary = RotaryPositions(config) if config.positions == "rotary" else None
 
+    def tie_head(self) -> None:
+        """Let the head have the token embeddings' weights."""
+        self.lm_head.weight = self.embeddings.tokens.weight
+
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the weights and of the states between blocks."""
-        return next(self.parameters()).dtype
+    def compute_dtype(self) -> torch.dtype:
+        """Type of the states between blocks, in which products are computed; `residual_dtype` is the stream's, and the
+        weights' is known to their format."""
+        return self.attention(self.layers.start).o_proj.compute_dtype
 
     @property
     def device(self) -> torch.device:
@@ -191,7 +198,7 @@ class Decoder(nn.Module):
             num_key_value_heads=self.attention(self.layers.start).num_units,
             max_seqlen=max_seqlen,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            dtype=self.compute_dtype,
             device=self.device,
         )
 
@@ -246,7 +253,7 @@ class Decoder(nn.Module):
             end = cache.reserve(tokens)
             positions = cache.cache_seqlens[:, None] + steps
             # Into empty rows: plain causal attention over what is written, no mask, the fast path.
-            mask = None if cache.is_empty else cached_attention_mask(positions, end, self.dtype)
+            mask = None if cache.is_empty else cached_attention_mask(positions, end, self.compute_dtype)
         self.check_context(end)
         return ForwardPass(
             phase=phase,
@@ -254,7 +261,7 @@ class Decoder(nn.Module):
             valid=None if num_tokens is None else real_tokens(token_ids, num_tokens),
             num_prompt=num_prompt,
             attention_mask=mask,
-            cos_sin=None if self.rotary is None else self.rotary.cos_sin(positions, self.dtype),
+            cos_sin=None if self.rotary is None else self.rotary.cos_sin(positions, self.compute_dtype),
             cache=cache,
             cache_end=end,
             stats=self.stats,
@@ -273,7 +280,9 @@ class Decoder(nn.Module):
             batch, tokens = token_ids.shape
             return self.links.receive(batch, tokens, forward_pass)
         embedded = self.embeddings(token_ids, forward_pass.positions)
-        return self.add_norm(embedded, None, self.first_norm, None, pre_norm=self.config.pre_norm, dtype=self.dtype)
+        return self.add_norm(
+            embedded, None, self.first_norm, None, pre_norm=self.config.pre_norm, dtype=self.compute_dtype
+        )
 
     def run_half_blocks(
         self, hidden_states: Tensor, residual: Tensor, forward_pass: ForwardPass
@@ -290,11 +299,12 @@ class Decoder(nn.Module):
     def leave(self, half_block: HalfBlock, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The residual junction after one half-block: (hidden_states, residual) for the next."""
         return self.add_norm(
-            partial, residual, half_block.norm, half_block.bias, pre_norm=self.config.pre_norm, dtype=self.dtype
+            partial, residual, half_block.norm, half_block.bias, pre_norm=self.config.pre_norm, dtype=self.compute_dtype
         )
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] -> [..., V], in float32 where the device can give that without a detour (see project)."""
+        """[..., D] -> [..., V], in float32 where the device can give that without a detour (see `multiply`)."""
         if self.project_out is not None:
             hidden_states = self.project_out(hidden_states)
-        return self.lm_head(hidden_states)
+        logits = self.lm_head(hidden_states)
+        return logits if self.join_logits is None else self.join_logits(logits)

@@ -10,8 +10,8 @@ from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
-from modules.kernels.sparse_mlp import of_standin, reference_sparse_mlp, sparse_mlp
-from modules.linear import OutputProjection
+from modules.kernels.sparse_mlp import mlp_of_rows, of_standin, sparse_mlp, union_of
+from modules.linear import Linear
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
 from modules.thinned_input import ThinnedInput, path_without_a_choice
 from modules.thinned_step import can_thin, thinned_mlp
@@ -34,9 +34,9 @@ class FeedForward(nn.Module):
         self.hidden_size = config.hidden_size
         self.activation = config.activation
         shape = (config.hidden_size, config.intermediate_size)
-        self.gate_proj = nn.Linear(*shape, bias=config.mlp_bias) if config.gated_mlp else None
-        self.up_proj = nn.Linear(*shape, bias=config.mlp_bias)
-        self.down_proj = OutputProjection(config.intermediate_size, config.hidden_size)
+        self.gate_proj = Linear(*shape, bias=config.mlp_bias) if config.gated_mlp else None
+        self.up_proj = Linear(*shape, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, rows_are="inputs")
         self.activations = nn.Identity()  # a named point for forward hooks: sees [B, T, F] (dense and masked runs)
         self.selector: Selector | None = None
         self.force_mask = False  # simulate every set with a mask: what the gathered path must equal
@@ -89,9 +89,9 @@ class FeedForward(nn.Module):
             return forward_pass.partial(down, activations())
         output = sparse_mlp(
             states,
-            None if self.gate_proj is None else self.gate_proj.weight,
-            self.up_proj.weight,
-            down.weight,
+            None if self.gate_proj is None else self.gate_proj.kernel_argument(),
+            self.up_proj.kernel_argument(),
+            down.kernel_argument(),
             active,
             activation=self.activation,
             gate_bias=None if self.gate_proj is None else self.gate_proj.bias,
@@ -131,21 +131,21 @@ class FeedForward(nn.Module):
         return self.down_proj(self.activations(activations.masked_fill(~mask, 0)))
 
     def _gathered(self, hidden_states: Tensor, active: ActiveSet) -> Tensor:
-        rows = hidden_states.flatten(0, 1)
-        gate_weight = None if self.gate_proj is None else self.gate_proj.weight
-        gate_bias = None if self.gate_proj is None else self.gate_proj.bias
-        if active.mask.shape != (len(rows), self.num_units):
+        states, gate = hidden_states.flatten(0, 1), self.gate_proj
+        if active.mask.shape != (len(states), self.num_units):
             raise ValueError(
-                f"active set {tuple(active.mask.shape)} does not fit {len(rows)} rows x {self.num_units} neurons"
+                f"active set {tuple(active.mask.shape)} does not fit {len(states)} rows x {self.num_units} neurons"
             )
-        output = reference_sparse_mlp(
-            rows,
-            gate_weight,
-            self.up_proj.weight,
-            self.down_proj.weight,
+        union = union_of(active)
+        output = mlp_of_rows(
+            states,
+            None if gate is None or active.gate_values is not None else gate.rows(union),
+            self.up_proj.rows(union),
+            self.down_proj.rows(union),
             active,
+            union,
             activation=self.activation,
-            gate_bias=gate_bias,
+            gate_bias=None if gate is None else gate.bias,
             up_bias=self.up_proj.bias,
         )
         return output.view_as(hidden_states)
@@ -153,4 +153,4 @@ class FeedForward(nn.Module):
 
 def unit_norms(mlp: FeedForward) -> Tensor:
     """||down_j||: the L2 norm of what neuron j writes when its activation is 1, float32 [F]."""
-    return torch.linalg.vector_norm(mlp.down_proj.weight.float(), dim=-1)
+    return torch.linalg.vector_norm(mlp.down_proj.dequantised().float(), dim=-1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.cache import KVCache
-from modules.linear import OutputProjection
+from modules.linear import Linear
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class ForwardPass:
 
     def partial(self, projection: nn.Module, states: Tensor) -> Tensor:
         """A block's part of the residual sum, projection(states) [B, T, D], left where it will be read."""
-        if self.partial_memory is None or not isinstance(projection, OutputProjection) or torch.is_grad_enabled():
+        if self.partial_memory is None or not isinstance(projection, Linear) or torch.is_grad_enabled():
             return projection(states)
         return projection(states, self.partial_memory(states.shape[:-1].numel()))
 

@@ -368,8 +368,8 @@ class DecodeGraphs:
         received = None
         if model.links is not None and not model.links.is_first:
             shape, stream = (size, 1, model.config.hidden_size), model.links.residual_shape(size, 1)
-            normed = torch.zeros(shape, dtype=model.dtype, device=device)
-            received = normed, torch.zeros(stream, dtype=residual_dtype(model.dtype), device=device)
+            normed = torch.zeros(shape, dtype=model.compute_dtype, device=device)
+            received = normed, torch.zeros(stream, dtype=residual_dtype(model.compute_dtype), device=device)
         fused = can_fuse(model) and size <= MAX_ROWS
 
         def step() -> CapturedStep:

@@ -122,7 +122,7 @@ def score_tokens(
         problem = describe_problem(model, sequence)
         if problem:
             raise ValueError(f"sequence {idx}: {problem}")
-    empty = TokenScores(torch.zeros(0, dtype=_wide(model.dtype)), torch.zeros(0, dtype=torch.bool))
+    empty = TokenScores(torch.zeros(0, dtype=_wide(model.compute_dtype)), torch.zeros(0, dtype=torch.bool))
     scores = [empty] * len(sequences)
     # Longest first: neighbours are of similar length (little padding), and what does not fit in memory fails at once.
     order = sorted((i for i, ids in enumerate(sequences) if len(ids) > 1), key=lambda i: -len(sequences[i]))

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from modules.kernels.thinned_rows import kept_entries
+from modules.linear import Linear
 from modules.sparsity import Count
 
 
 class ThinnedInput(nn.Module):
     """A projection that drops the small entries of its input first (TEAL): each dropped entry is an unread weight row.
 
-    Wraps a matmul from outside; the matmul itself stays as it was. `kept` of `seen` entries were used, over rows that
+    Wraps a `Linear`, which stays as it was (`projection`). `kept` of `seen` entries were used, over rows that
     are no padding and inputs that are `counted` (bool [in_features]; None: all). `last_rows` [2, B] are those numbers
     of the last call alone, for each batch row; None where it was not thinned out. With `input_norms` [in_features] an
     entry counts as large by its magnitude times this (WINA). `density` is the share that the threshold is to keep.
@@ -23,7 +24,7 @@ class ThinnedInput(nn.Module):
 
     def __init__(
         self,
-        projection: nn.Module,
+        projection: Linear,
         threshold: float,
         counted: Tensor | None = None,
         input_norms: Tensor | None = None,
@@ -35,8 +36,7 @@ class ThinnedInput(nn.Module):
         self.density = density
         self.counted = counted
         self.input_norms = input_norms
-        width = self.weight.shape[1] if isinstance(projection, nn.Linear) else self.weight.shape[0]
-        self.num_counted = width if counted is None else int(counted.sum())
+        self.num_counted = projection.in_features if counted is None else int(counted.sum())
         self.enabled = True
         self.valid: Tensor | None = None  # bool [B, T]: rows that are no padding, and count; None: all
         self.kept = Count()
@@ -46,6 +46,24 @@ class ThinnedInput(nn.Module):
         self.kept_in_step: Tensor | None = None
         self.input_major: Tensor | None = None
 
+    @property
+    def bias(self) -> Tensor | None:
+        """Of the projection, as what follows."""
+        return self.projection.bias
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """See Linear."""
+        return self.projection.compute_dtype
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See Linear."""
+        return self.projection.rows(indices)
+
+    def dequantised(self) -> Tensor:
+        """See Linear."""
+        return self.projection.dequantised()
+
     def compared(self, states: Tensor) -> Tensor:
         """What the threshold is compared with: the sizes of an input's entries [..., in]."""
         return (states if self.input_norms is None else states * self.input_norms).abs()
@@ -53,16 +71,6 @@ class ThinnedInput(nn.Module):
     def forget_counts(self) -> None:
         """Count from zero."""
         self.kept, self.seen = Count(), Count()
-
-    @property
-    def weight(self) -> Tensor:
-        """Of the wrapped projection, as its bias."""
-        return self.projection.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[out], or None."""
-        return getattr(self.projection, "bias", None)
 
     def forward(self, states: Tensor) -> Tensor:
         """As the wrapped projection, on the input's entries with magnitude >= threshold."""

@@ -56,9 +56,9 @@ def lay_out_for_kernels(mlp: FeedForward) -> int:
     """Copy gate and up of an MLP whose inputs are thinned out, input-major, for `thinned_mlp`: the bytes this takes."""
     parts = [part for part, _ in mlp.thinned_parts()]
     # The down projection is input-major as it is.
-    weights = torch.stack([part.weight.detach().t() for part in parts[:-1]])
+    weights = torch.stack([part.dequantised().detach().t() for part in parts[:-1]])
     parts[-2].input_major = weights
-    parts[-1].input_major = parts[-1].weight.detach()[None]
+    parts[-1].input_major = parts[-1].dequantised().detach()[None]
     return weights.numel() * weights.itemsize
 
 

@@ -79,7 +79,7 @@ def initialised_model(config: ModelConfig, *, seed: int = 0, device: torch.devic
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, kind = name.rpartition(".")
         if name == LM_HEAD and config.tie_word_embeddings:
-            model.lm_head.weight = model.embeddings.tokens.weight  # named before the head, so drawn
+            model.tie_head()  # the embeddings are named before the head, so drawn
             continue
         if kind == "bias" or owner in norms:
             value = torch.full(parameter.shape, float(owner in norms and kind == "weight"))
@@ -209,8 +209,10 @@ def _check(model: Decoder, token_ids: Tensor, options: TrainingOptions) -> None:
         raise ValueError("training: only a whole model can be trained, and this rank holds a part of one")
     if model.is_sparse:
         raise ValueError("training: the model chooses units; train it dense")
-    if model.dtype != torch.float32:
-        raise ValueError(f"training: the weights must be float32, got {model.dtype}; load them with --dtype float32")
+    if model.compute_dtype != torch.float32:
+        raise ValueError(
+            f"training: the weights must be float32, got {model.compute_dtype}; load them with --dtype float32"
+        )
     model.check_context(options.window)
     largest = int(token_ids.max()) if len(token_ids) else 0
     if largest >= model.config.vocab_size:

@@ -198,7 +198,9 @@ def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> 
     if problem is None and not same:
         problem = "the ranks differ in their GPUs, their hosts or the tables that they know"
     if problem is None and (tables or choice == "fused"):
-        workspace = create_workspace(mesh.tp_group, MAX_NUMBERS // hidden_size, hidden_size, model.dtype, mesh.device)
+        workspace = create_workspace(
+            mesh.tp_group, MAX_NUMBERS // hidden_size, hidden_size, model.compute_dtype, mesh.device
+        )
         verify_transport(workspace, gatherer(mesh.tp_group))
         if len(set(mesh.gather(workspace.transport))) > 1:
             problem = "some groups of ranks have NVLink multicast, and others do not"
@@ -243,8 +245,8 @@ def why_not_fused(model: Decoder, mesh: ParallelMesh) -> str | None:
         return f"the fused kernel needs GPUs that share memory, and the model is on {mesh.device.type}"
     if not model.config.pre_norm:
         return "the fused kernel takes pre-norm models"
-    if model.dtype not in DTYPES:
-        return f"the fused kernel takes bfloat16 and float16, and the weights are {model.dtype}"
+    if model.compute_dtype not in DTYPES:
+        return f"the fused kernel takes bfloat16 and float16, and the weights are {model.compute_dtype}"
     if mesh.tp_size > MAX_RANKS or hidden_size > MAX_HIDDEN_SIZE or hidden_size % HIDDEN_SIZE_STEP:
         return (
             f"the fused kernel takes up to {MAX_RANKS} ranks, and hidden sizes that are multiples of "

@@ -111,7 +111,7 @@ class Overlap:
         if first == 0:
             return None
         self.num_split += 1
-        return self._run(split(token_ids, forward_pass, first, self.model.dtype), point)
+        return self._run(split(token_ids, forward_pass, first, self.model.compute_dtype), point)
 
     def _run(self, halves: tuple[Half, Half], point: SplitPoint | None) -> Tensor:
         model, span = self.model, self.model.span
@@ -148,7 +148,7 @@ class Overlap:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             half.hidden_states, half.residual = junction(
-                partial, half.residual, norm, bias, pre_norm=config.pre_norm, dtype=self.model.dtype
+                partial, half.residual, norm, bias, pre_norm=config.pre_norm, dtype=self.model.compute_dtype
             )
         if stream is not None:
             half.partial, half.is_reduced = partial, stream.record_event()

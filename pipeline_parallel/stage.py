@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass, lookahead_inputs
+from modules.linear import bytes_held
 from modules.normalization import residual_dtype
+from modules.sparsity import BLOCKS
 from pipeline_parallel.communication import HandOff
 from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
@@ -49,14 +51,8 @@ def plan_stages(layer_sizes: Sequence[int], first_size: int, last_size: int, num
 
 def stages_of(model: Decoder, num_stages: int) -> list[range]:
     """The layers of each stage of a model that is still whole, balanced by the bytes of its parameters."""
-
-    def size(*modules: nn.Module | None) -> int:
-        return sum(parameter.numel() for module in modules if module is not None for parameter in module.parameters())
-
-    layers = [
-        size(model.half_block(idx, "attention"), model.half_block(idx, "mlp")) for idx in range(len(model.layers))
-    ]
-    first, last = size(model.embeddings, model.first_norm), size(model.lm_head, model.project_out)
+    layers = [bytes_held(*(model.half_block(idx, block) for block in BLOCKS)) for idx in model.layers]
+    first, last = bytes_held(model.embeddings, model.first_norm), bytes_held(model.lm_head, model.project_out)
     return plan_stages(layers, first, last, num_stages)
 
 
@@ -70,7 +66,7 @@ class StageLinks:
     def receive(self, batch_size: int, num_tokens: int, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
         """See PipelineLinks."""
         kept = lookahead_inputs(self._model.span.start, forward_pass.max_lookahead)
-        dtype, shape = self._model.dtype, (batch_size, num_tokens, self._model.config.hidden_size)
+        dtype, shape = self._model.compute_dtype, (batch_size, num_tokens, self._model.config.hidden_size)
         num_normed = int(self._model.config.pre_norm)  # post-norm: the stream is normed itself
         of_residual = residual_dtype(dtype), self.residual_shape(batch_size, num_tokens)
         residual, *parts = self._hand_off.receive([of_residual, *[(dtype, shape)] * (num_normed + len(kept))])

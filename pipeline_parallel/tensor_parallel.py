@@ -14,6 +14,7 @@ Legend: V vocabulary, W ranks, U units of a block on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from torch.nn import functional as F
 from modules.attention import Attention
 from modules.decoder import Decoder
 from modules.feed_forward import FeedForward
-from modules.linear import project
 from modules.shards import Shard
 from modules.sparsity import UnitShard
 from pipeline_parallel.communication import ReducingAddNorm, all_gather_last
@@ -96,20 +96,6 @@ class ShardedEmbedding(nn.Module):
         return F.embedding(local.where(here, 0), self.weight).masked_fill(~here[..., None], 0)
 
 
-class ShardedHead(nn.Module):
-    """The head's rows of one rank; logits are joined over the ranks, those of padding cut off."""
-
-    def __init__(self, vocab_size: int, weight: Tensor, group: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.vocab_size, self.group = vocab_size, group
-        self.weight = weight  # a parameter, kept under its old name
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., width] -> [..., V]."""
-        assert self.group is not None
-        return all_gather_last(project(hidden_states, self.weight.t()), self.group)[..., : self.vocab_size]
-
-
 def even_range(total: int, rank: int, size: int) -> tuple[int, int, int]:
     """(start, stop, width): equal blocks of `width` of which the last ones may be short, or empty."""
     width = -(-total // size)
@@ -134,26 +120,11 @@ def apply_tensor_parallel(model: Decoder, mesh: ParallelMesh) -> None:
         model.add_norm = ReducingAddNorm(mesh.tp_group)
 
 
-def _cut(model: Decoder, name: str, shard: Shard) -> None:
-    """Replace a parameter on `meta` by one of the shard's shape."""
-    module, _, kind = name.rpartition(".")
-    owner = model.get_submodule(module)
-    full = getattr(owner, kind)
-    assert full.is_meta, f"{name}: tensor parallelism is applied to a decoder on meta"
-    setattr(owner, kind, nn.Parameter(full.new_empty(shard.local_shape(tuple(full.shape)))))
-    model.shards[name] = shard
-
-
 def _cut_rows(model: Decoder, place: str, names: tuple[str, ...], shard: Shard) -> None:
-    """The same rows of several projections of a block, and of their biases."""
-    block = model.get_submodule(place)
+    """The same rows of several matrices of a block, and of their biases."""
     for name in names:
-        projection = getattr(block, name)
-        if projection is None:
-            continue
-        _cut(model, f"{place}.{name}.weight", shard)
-        if getattr(projection, "bias", None) is not None:
-            _cut(model, f"{place}.{name}.bias", shard)
+        if (linear := getattr(model.get_submodule(place), name)) is not None:
+            model.shards |= {f"{place}.{name}.{kind}": part for kind, part in linear.cut(shard).items()}
 
 
 def _shard(start: int, stop: int, size: int, full_size: int) -> Shard:
@@ -196,19 +167,26 @@ def _cut_vocabulary(model: Decoder, mesh: ParallelMesh) -> None:
     start, stop, width = even_range(config.vocab_size, mesh.tp_rank, mesh.tp_size)
     shard = _shard(start, stop, width, config.vocab_size)
     if model.is_first:
-        _cut(model, "embeddings.tokens.weight", shard)
-        tokens: Any = ShardedEmbedding(start, stop - start, model.embeddings.tokens.weight)
+        whole = model.embeddings.tokens.weight
+        assert whole.is_meta, "tensor parallelism is applied to a decoder on meta"
+        table = nn.Parameter(whole.new_empty(shard.local_shape(tuple(whole.shape))))
+        tokens: Any = ShardedEmbedding(start, stop - start, table)
         model.embeddings.tokens = tokens
+        model.shards["embeddings.tokens.weight"] = shard
         if mesh.tp_rank > 0:
             model.embeddings.positions = None  # added once
     if model.is_last:
+        parts = model.lm_head.cut(shard)
         if model.is_first and config.tie_word_embeddings:
-            model.lm_head.weight = model.embeddings.tokens.weight
-            model.shards["lm_head.weight"] = shard
-        else:
-            _cut(model, "lm_head.weight", shard)
-        head: Any = ShardedHead(config.vocab_size, model.lm_head.weight, mesh.tp_group)
-        model.lm_head = head
+            model.tie_head()
+        model.shards |= {f"lm_head.{kind}": part for kind, part in parts.items()}
+        model.join_logits = partial(_join_logits, vocab_size=config.vocab_size, group=mesh.tp_group)
+
+
+def _join_logits(logits: Tensor, *, vocab_size: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The logits of one rank's words -> those of all words, [..., vocab_size]; those of padding are cut off."""
+    assert group is not None
+    return all_gather_last(logits, group)[..., :vocab_size]
 
 
 def _units(num_units: int, held: list[tuple[int, ...]], counted: list[bool], mesh: ParallelMesh) -> UnitShard:

@@ -82,7 +82,7 @@ def main(options: Options) -> ActivationStore | None:
     layout = StoreLayout(
         model=loaded.model_id,
         config_hash=config.config_hash(),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(model.compute_dtype).removeprefix("torch."),
         layers=tuple(layers),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

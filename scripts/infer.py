@@ -124,7 +124,7 @@ def _settings(options: Options, defaults: dict[str, Any], loaded: LoadedModel) -
         penalties["bad_words_ids"] = hash_of(repr(penalties["bad_words_ids"]).encode())
     return {
         "model": loaded.model_id,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": str(loaded.model.compute_dtype).removeprefix("torch."),
         **selection_labels(selection, loaded.model.config.num_hidden_layers),
         **defaults,
         **penalties,

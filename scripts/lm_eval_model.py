@@ -233,7 +233,7 @@ class EngineLM(TemplateLM):
         model = self.loaded.model
         return {
             "model_name_in_records": self.loaded.model_id,
-            "model_dtype": str(model.dtype),
+            "model_dtype": str(model.compute_dtype),
             **selection_labels(self.answerer.selection, model.config.num_hidden_layers),
             "achieved": self.answerer.achieved,
         }

@@ -129,7 +129,7 @@ class ModelOptions:
         )
         sizes = f" x {mesh.world_size}, tp {mesh.tp_size}, pp {mesh.pp_size}, dp {mesh.dp_size}"
         where = f"{model.device.type}{sizes}" if mesh.world_size > 1 else model.device
-        logger.info(f"{self.model}: {model.config.num_hidden_layers} layers, {model.dtype} on {where}")
+        logger.info(f"{self.model}: {model.config.num_hidden_layers} layers, {model.compute_dtype} on {where}")
         return LoadedModel(model=model, directory=directory, model_id=model_name(self.model), mesh=mesh)
 
 

@@ -33,7 +33,7 @@ def model_labels(loaded: LoadedModel, options: ModelOptions, label: str | None =
     labels: dict[str, Any] = {
         "model": loaded.name,
         "batch_size": options.batch_size,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": str(loaded.model.compute_dtype).removeprefix("torch."),
         "weights": "trained",
         "seed": options.seed,
         "label": label,

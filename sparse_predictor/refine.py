@@ -126,7 +126,7 @@ class SparseTrainingHooks:
             if self.density is None:
                 return output
             standin = self.stack.layer_standin(layer, self._inputs[layer], self.density)
-            return output if standin is None else output + standin.to(self.model.dtype)
+            return output if standin is None else output + standin.to(self.model.compute_dtype)
 
         return add
 
@@ -291,6 +291,6 @@ def _half_precision(model: Decoder) -> contextlib.AbstractContextManager[None]:
     """bfloat16 matmuls on a GPU, whatever the weights are stored in; on a CPU the precision of the weights."""
     if model.device.type == "cuda":
         return torch.autocast("cuda", dtype=torch.bfloat16)
-    if model.dtype in (torch.bfloat16, torch.float16):
-        return torch.autocast("cpu", dtype=model.dtype)
+    if model.compute_dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast("cpu", dtype=model.compute_dtype)
     return contextlib.nullcontext()

@@ -232,7 +232,7 @@ def _selector_maker(
     }
     if selection.method == "oracle":
         return lambda layer, block: OracleSelector(
-            unit_norms(model.mlp(layer)).to(model.dtype) if block == "mlp" else None,
+            unit_norms(model.mlp(layer)).to(model.compute_dtype) if block == "mlp" else None,
             densities[block][layer],
             num_units[block],
         )
@@ -297,7 +297,7 @@ def _predictor_maker(
         rule = manifest.mlp_rule if block == "mlp" else "topk"
         selector = PredictorSelector(predictors[layer, block], densities[block][layer], rule, lookahead)
         # Only now: in half precision the calibrated densities and thresholds would no longer be themselves.
-        selector.predictor.to(device=model.device, dtype=model.dtype)
+        selector.predictor.to(device=model.device, dtype=model.compute_dtype)
         units = model.half_block(layer, block).block.units
         if units is not None:
             selector.keep_units(units)

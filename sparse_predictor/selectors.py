@@ -152,7 +152,7 @@ class CatsSelector:
         """See `StepSelector`: gate, threshold and list in one kernel."""
         return select_units(
             source,
-            self.gate_proj.weight,
+            self.gate_proj.kernel_argument(),
             self.gate_proj.bias,
             threshold=self.threshold,
             activation=self.activation,

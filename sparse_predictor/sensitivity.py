@@ -204,7 +204,7 @@ def _path(
 ) -> GreedyPath:
     places = {name: (holder_of(model, layer, name), getattr(holder_of(model, layer, name), name)) for name in names}
     parts = {name: thin(layer, name, projection, 1.0, None) for name, (_, projection) in places.items()}
-    sizes = {name: projection.weight.numel() for name, (_, projection) in places.items()}
+    sizes = {name: projection.num_rows * projection.width for name, (_, projection) in places.items()}
     quantiles: dict[str, Tensor] = {}
 
     def see(name: str) -> Callable[[ThinnedInput, tuple[Tensor]], None]:

@@ -196,7 +196,7 @@ def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list
             mlp, neuron = model.mlp(layer), place // hidden_size
             rows = [neuron] if mlp.units is None else (mlp.units.local == neuron).nonzero().flatten().tolist()
             for row in rows:
-                found[0, idx] += mlp.down_proj.weight[row, place % hidden_size].item()
+                found[0, idx] += mlp.down_proj.rows(torch.tensor([row]))[0, place % hidden_size].item()
                 found[1, idx] += 1
     values, held = reduce(found)
     return (values / held).tolist()

@@ -16,6 +16,7 @@ from modules.config import ModelConfig
 from modules.decode_step import can_fuse
 from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
+from modules.linear import Linear
 from modules.sparsity import BLOCKS, Block
 from modules.thinned_input import ThinnedInput
 from modules.thinned_step import follows_thinning, lay_out_for_kernels
@@ -35,7 +36,7 @@ STATISTICS = {"q_proj": "attention_input", "k_proj": "attention_input", "v_proj"
 STATISTICS |= {"o_proj": "head_output", "gate_proj": "input", "up_proj": "input", "down_proj": "activation"}
 
 # Of a projection by name, in a layer: its input wrapped.
-Thin = Callable[[int, str, nn.Module, float, Tensor | None], ThinnedInput]
+Thin = Callable[[int, str, Linear, float, Tensor | None], ThinnedInput]
 
 
 def is_thinning(method: str) -> TypeGuard[ThinningMethod]:
@@ -59,7 +60,7 @@ def teal(calibration: Mapping[int, LayerCalibration], method: str) -> Thin:
     seven matrices.
     """
 
-    def thin(layer: int, name: str, projection: nn.Module, density: float, counted: Tensor | None) -> ThinnedInput:
+    def thin(layer: int, name: str, projection: Linear, density: float, counted: Tensor | None) -> ThinnedInput:
         quantiles = calibration[layer].require(f"{STATISTICS[name]}_quantiles", method)
         threshold = calibration[layer].threshold_in_run(method, density, PLACES[name])
         threshold = threshold_at(quantiles, density) if threshold is None else threshold
@@ -77,7 +78,7 @@ def wina(model: Decoder, calibration: Mapping[int, LayerCalibration]) -> Thin:
     matrix (a quantile of this weighted magnitude on calibration text) instead of the top entries of each token.
     """
 
-    def thin(layer: int, name: str, projection: nn.Module, density: float, counted: Tensor | None) -> ThinnedInput:
+    def thin(layer: int, name: str, projection: Linear, density: float, counted: Tensor | None) -> ThinnedInput:
         found, place = calibration[layer], matrices(model).index(name)
         quantiles = found.require("weighted_quantiles", "wina-unrotated")[place]
         if name in OUTPUT_PROJECTIONS:
@@ -85,7 +86,7 @@ def wina(model: Decoder, calibration: Mapping[int, LayerCalibration]) -> Thin:
         else:  # over all outputs, of which a rank may have a part
             shared = [other for other in matrices(model) if other not in OUTPUT_PROJECTIONS]
             norms = found.require("input_norms", "wina-unrotated")[shared.index(name)]
-        norms = norms.to(device=model.device, dtype=model.dtype)
+        norms = norms.to(device=model.device, dtype=model.compute_dtype)
         threshold = found.threshold_in_run("wina-unrotated", density, PLACES[name])
         threshold = threshold_at(quantiles, density) if threshold is None else threshold
         return ThinnedInput(projection, threshold, counted, norms, density)
@@ -110,8 +111,10 @@ def thinned_by_name(model: Decoder) -> dict[str, list[ThinnedInput]]:
 
 def norms_of_inputs(model: Decoder, layer: int, name: str) -> Tensor:
     """||W[:, i]||: the L2 norm of what entry i of a projection's input is multiplied by, float32 [in]."""
-    weight = getattr(holder_of(model, layer, name), name).weight.float()
-    return torch.linalg.vector_norm(weight, dim=-1 if name in OUTPUT_PROJECTIONS else 0)
+    linear = getattr(holder_of(model, layer, name), name)
+    assert isinstance(linear, Linear)
+    weight = linear.dequantised().float()
+    return torch.linalg.vector_norm(weight, dim=-1 if linear.rows_are == "inputs" else 0)
 
 
 def holder_of(model: Decoder, layer: int, name: str) -> nn.Module:

@@ -68,7 +68,7 @@ def calibrate_thresholds(
                 predictor,
                 None if place is None else float(predictor.densities[place]),
                 lookahead if layer >= lookahead else 0,
-                model.dtype,
+                model.compute_dtype,
             )
             for layer, predictor in predictors.items()
         }

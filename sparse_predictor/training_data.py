@@ -164,7 +164,7 @@ class TrainingRows:
         states = self._to_device(np.concatenate([residual[start:stop] for start, stop in ranges]))
         # The store keeps the residual before the norm; serving sees the normed state. One norm does both.
         norm = self.model.norm_before(layer, self.block)
-        dtype = self.model.dtype
+        dtype = self.model.compute_dtype
         with torch.no_grad():
             return states if norm is None else norm(states.to(residual_dtype(dtype))).to(dtype).float()
 

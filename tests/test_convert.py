@@ -112,7 +112,7 @@ def test_running_twice_writes_once_and_only_overwrite_replaces(tmp_path: Path, c
     assert "holds source (float32), converted from" in convert(source)
     assert_same_logits(out, LLAMA)
     assert "3 layers" in convert(source, "--overwrite", "--dtype", "float16")
-    assert load_model(out).dtype == torch.float16
+    assert load_model(out).compute_dtype == torch.float16
 
 
 def test_a_hub_id_that_was_converted_needs_no_network_again(

@@ -138,7 +138,7 @@ def load_weights(
             # A later stage holds a tied head without the embeddings: comparing would mean reading those as well.
             if name == LM_HEAD and config.tie_word_embeddings and TOKENS in parameters:
                 check_tied(value, model.embeddings.tokens.weight, where)
-                model.lm_head.weight = model.embeddings.tokens.weight
+                model.tie_head()
             else:
                 set_parameter(model, name, value)
     model.eval()
@@ -164,7 +164,7 @@ def random_model(
     for name, parameter in parameters.items():
         tied = name == LM_HEAD and config.tie_word_embeddings
         if tied and TOKENS in parameters:
-            model.lm_head.weight = model.embeddings.tokens.weight  # named before the head, so drawn
+            model.tie_head()  # the embeddings are named before the head, so drawn
             continue
         shard = model.shards.get(name)
         shape = tuple(parameter.shape) if shard is None else shard.full_shape(tuple(parameter.shape))

@@ -240,7 +240,7 @@ def write_model(
 ) -> None:
     """Write a checkpoint folder of a whole decoder, with copies of `other_files` (its tokenizer's) beside it."""
     writer = CheckpointWriter(
-        output_dir, to_hf_config(model.config), model_id=model_id, dtype=model.dtype, manifest=manifest
+        output_dir, to_hf_config(model.config), model_id=model_id, dtype=model.compute_dtype, manifest=manifest
     )
     with only_writer(output_dir), writer:
         for path in other_files:

@@ -62,19 +62,52 @@ def reference_sparse_mlp(
 
     With everything active the operands and shapes are those of the dense block, so the result is equal bit for bit.
     """
-    mask = active.mask
-    union = mask.any(0).nonzero().squeeze(-1)
+    union = union_of(active)
+    return mlp_of_rows(
+        x,
+        None if gate is None else gate[union],
+        up[union],
+        down[union],
+        active,
+        union,
+        activation=activation,
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+    )
+
+
+def union_of(active: ActiveSet) -> Tensor:
+    """The units that any row computes, int64 [A], ascending."""
+    return active.mask.any(0).nonzero().squeeze(-1)
+
+
+def mlp_of_rows(
+    x: Tensor,
+    gate_rows: Tensor | None,
+    up_rows: Tensor,
+    down_rows: Tensor,
+    active: ActiveSet,
+    union: Tensor,
+    *,
+    activation: str,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+) -> Tensor:
+    """`reference_sparse_mlp` with the weights' rows of the union [A, D] in hand; biases are of all units.
+
+    `gate_rows` None: there is no gate, or `active` has its values.
+    """
     activate = ACTIVATION_FUNCTIONS[activation]
-    values = F.linear(x, up[union], None if up_bias is None else up_bias[union])
-    if gate is None:
-        values = activate(values)
-    elif active.gate_values is not None:
+    values = F.linear(x, up_rows, None if up_bias is None else up_bias[union])
+    if active.gate_values is not None:
         values = active.gate_values[:, union].to(values.dtype) * values
+    elif gate_rows is None:
+        values = activate(values)
     else:
-        values = activate(F.linear(x, gate[union], None if gate_bias is None else gate_bias[union])) * values
+        values = activate(F.linear(x, gate_rows, None if gate_bias is None else gate_bias[union])) * values
     if x.shape[0] > 1:
-        values = values.masked_fill(~mask[:, union], 0)
-    return values @ down[union]
+        values = values.masked_fill(~active.mask[:, union], 0)
+    return values @ down_rows
 
 
 def mlp_in_plain_pytorch(

@@ -194,7 +194,7 @@ class DecodingCheck:
         size = len(batch)
         texts = [[*request.prompt_token_ids, *heard[idx].token_ids] for idx, request in enumerate(batch)]
         found = measure_achieved(model, texts, len(batch[0].prompt_token_ids))
-        limits = self.limits or Limits.of(model.dtype, sparse=self.sparse)
+        limits = self.limits or Limits.of(model.compute_dtype, sparse=self.sparse)
         decoded = [value for idx in range(size) for value in heard[idx].logprobs[1:]]
         masked = [value for row in found.logprobs for value in row]
         self.differences[size] = limits.check(decoded, masked, "decoding and a masked prefill")
@@ -247,7 +247,7 @@ def step_bytes(
     """Of a step with `mean_length` cached positions per row. Weights are read once for all rows of the batch (the union
     of their units; all of an MLP's where more rows than `MAX_FUSED_SPARSE_ROWS` take a mask); an inactive group's keys
     and values are not read, each row for itself. `dense_bytes`: what a dense step reads of the weights."""
-    config, itemsize, num_layers = model.config, model.dtype.itemsize, model.config.num_hidden_layers
+    config, itemsize, num_layers = model.config, model.compute_dtype.itemsize, model.config.num_hidden_layers
     union = achieved.unions if batch_size <= MAX_FUSED_SPARSE_ROWS else {**achieved.unions, "mlp": 1.0}
     # CATS reads its gate whole to choose the rest.
     mlp_share = (1.0 + 2.0 * union["mlp"]) / 3.0 if method == "cats" else union["mlp"]

@@ -58,7 +58,7 @@ def main(options: Options) -> list[Record]:
     together = answers(loaded.model, mesh, requests, options.batch_size)
     if mesh.rank > 0:
         return []
-    whole = load_model(loaded.directory, dtype=loaded.model.dtype, device=mesh.device)
+    whole = load_model(loaded.directory, dtype=loaded.model.compute_dtype, device=mesh.device)
     options.attach(whole, seed=options.seed)
     alone = answers(whole, ParallelMesh.single(mesh.device), requests, options.batch_size)
     gaps, differences, densities = [], [0.0], [0.0]
@@ -72,7 +72,7 @@ def main(options: Options) -> list[Record]:
         densities.append(abs(ours.mlp_density - theirs.mlp_density) if place is None else 0.0)
     labels: dict[str, Any] = {
         "model": loaded.name,
-        "dtype": str(whole.dtype).removeprefix("torch."),
+        "dtype": str(whole.compute_dtype).removeprefix("torch."),
         "method": options.method,
         "tp_size": mesh.tp_size,
         "pp_size": mesh.pp_size,
@@ -139,8 +139,8 @@ def gap_of_best(model: Decoder, token_ids: list[int]) -> float:
     """Between the two best logits after a text; the head is applied in float32."""
     hidden_states = model(torch.tensor([token_ids], device=model.device))[0, -1].float()
     if model.project_out is not None:
-        hidden_states = F.linear(hidden_states, model.project_out.weight.float())
-    best = F.linear(hidden_states, model.lm_head.weight.float()).topk(2).values
+        hidden_states = F.linear(hidden_states, model.project_out.dequantised().float())
+    best = F.linear(hidden_states, model.lm_head.dequantised().float()).topk(2).values
     return float(best[0] - best[1])
 
 

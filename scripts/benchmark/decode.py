@@ -104,7 +104,9 @@ def check_shallow(options: Options, device: torch.device) -> None:
             attach(options, subject, mesh, Path(folder), batches[max(batches)])
             measure(model, mesh, batches, decode_speed, 1, check)
         found = {size: f"{mean:.1e}" for size, (_, mean) in check.differences.items()}
-        logger.info(f"{SHALLOW_LAYERS} layers, {model.dtype}: decoding and a masked prefill differ by {found} nats")
+        logger.info(
+            f"{SHALLOW_LAYERS} layers, {model.compute_dtype}: decoding and a masked prefill differ by {found} nats"
+        )
 
 
 def decode_speed(timings: GenerationTimings) -> float:
@@ -267,7 +269,7 @@ def time_hugging_face(options: Options, subject: Subject) -> Speeds:
     theirs = hugging_face_model(model, subject.hf_config)
     prompts = subject.prompts[:NUM_CHECKED]
     # Hugging Face's norms are float32 at best.
-    limits = Limits.of(torch.float32 if model.dtype == torch.float64 else model.dtype, sparse=False)
+    limits = Limits.of(torch.float32 if model.compute_dtype == torch.float64 else model.compute_dtype, sparse=False)
     ours = echoed(model, ParallelMesh.single(model.device), prompts)
     for here, there in zip(ours, echoed_by_hugging_face(theirs, prompts), strict=True):
         limits.check(here, there, "ours and Hugging Face")

@@ -15,6 +15,7 @@ from loguru import logger
 from analysis.results import Record, append_record, make_record
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.linear import bytes_held
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
 from pipeline_parallel.fused_add_norm import AllReduce, FusedAddNorm, choose_all_reduce, describe_all_reduce
@@ -127,7 +128,7 @@ def check_decoding(model: Decoder, mesh: ParallelMesh, batch: Requests, heard: d
     texts = mesh.from_rank_0(lambda: [[*batch[idx].prompt_token_ids, *heard[idx].token_ids] for idx in checked])
     for idx, logprobs in enumerate(echoed(model, mesh, texts)):
         decoded = heard[idx].logprobs
-        check_close(decoded, logprobs[-len(decoded) :], model.dtype, "decoding and prefill")
+        check_close(decoded, logprobs[-len(decoded) :], model.compute_dtype, "decoding and prefill")
 
 
 def release() -> None:
@@ -146,12 +147,10 @@ def check_close(ours: Sequence[float], theirs: Sequence[float], dtype: torch.dty
 
 def bytes_of_weights(model: Decoder) -> int:
     """Bytes of all weights but the embedding tables, of which a step reads a few rows (unless one is the head, too)."""
-    embeddings, whole = model.embeddings, sum(parameter.numel() for parameter in model.parameters())
+    embeddings, whole = model.embeddings, bytes_held(model)
     if not model.config.tie_word_embeddings:
-        whole -= embeddings.tokens.weight.numel()
-    if embeddings.positions is not None:
-        whole -= embeddings.positions.weight.numel()
-    return whole * model.dtype.itemsize
+        whole -= bytes_held(embeddings.tokens)
+    return whole - bytes_held(embeddings.positions)
 
 
 def prefill_flops(config: ModelConfig, prompt_tokens: int) -> float:

@@ -27,7 +27,7 @@ def hugging_face_model(model: Decoder, hf_config: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config), dtype=model.dtype)
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config), dtype=model.compute_dtype)
     state = {name: value.contiguous() for name, value in hf_state_dict(model).items()}
     theirs.load_state_dict(state, strict=True, assign=True)
     # Buffers that are computed, not stored (rotary frequencies), are still without values.

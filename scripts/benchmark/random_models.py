@@ -245,10 +245,10 @@ def calibrate(
     for (layer_idx, block), predictor in predictors.items():
         lookahead = sizes.lookahead if layer_idx >= sizes.lookahead else 0
         if block == "mlp":
-            calibrating = CalibratingSelector(predictor, selection.mlp_density, lookahead, model.dtype)
+            calibrating = CalibratingSelector(predictor, selection.mlp_density, lookahead, model.compute_dtype)
             selectors[layer_idx, block] = FromToken(calibrating, start)
         else:
-            copied = _copy(predictor).to(model.dtype)
+            copied = _copy(predictor).to(model.compute_dtype)
             selectors[layer_idx, block] = PredictorSelector(copied, selection.head_density, "topk", lookahead)
     apply_sparsity(model, selectors)
     model(token_ids)

@@ -97,7 +97,7 @@ def load_subject(options: SubjectOptions, device: torch.device, *, num_layers: i
         labels={
             "model": loaded.name,
             "weights": "trained",
-            "dtype": dtype_name(model.dtype),
+            "dtype": dtype_name(model.compute_dtype),
             "task": f"perplexity:{parse_corpus(options.corpus, side='test').label}",
             "window": options.window,
             "num_tokens": sum(piece.num_scored for piece in windows),

@@ -239,7 +239,7 @@ def measure_overlaps(
             )
             _test_layer(model, testing, layer, plan, tested, fits, measured)
             for setting in plan.attached:
-                predictor = as_predictor(fits[setting.reach(layer)].at(setting.rank), model.dtype)
+                predictor = as_predictor(fits[setting.reach(layer)].at(setting.rank), model.compute_dtype)
                 measured.predictors.setdefault(setting, {})[layer] = predictor
             on_block()
     return measures

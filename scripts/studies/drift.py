@@ -125,7 +125,7 @@ def records_of_model(loaded: LoadedModel, options: Options, parts: Sequence[Part
     )
     labels: dict[str, Any] = {
         "model": loaded.model_id,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": str(loaded.model.compute_dtype).removeprefix("torch."),
         "seed": options.seed,
         "corpus": parse_corpus(options.corpus, side="test").label,
         "window": options.window,

@@ -59,7 +59,7 @@ class WindowStates:
         self.mesh = mesh or ParallelMesh.single(model.device)
         self.hidden_size = model.config.hidden_size
         self.present: Sequence[bool] = [True] * (2 * model.config.num_hidden_layers + 1)
-        self.device, self.dtype = model.device, residual_dtype(model.dtype)
+        self.device, self.dtype = model.device, residual_dtype(model.compute_dtype)
         num_windows, num_tokens = windows.shape
         self.num_groups = num_windows
         # Replicas whose rows meet on one rank share its memory.

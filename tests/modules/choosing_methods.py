@@ -56,7 +56,10 @@ def predicted(rule: Rule, lookahead: int, margin: float = 0.0) -> Method:
             steps = torch.randperm(count, generator=generator) - count // 2 + 0.5
             predictor.bias.copy_(2 * margin * (steps.sign() if is_mlp else steps))
         own = PredictorSelector(
-            predictor.to(model.device, model.dtype), 0.5, rule if is_mlp else "topk", lookahead * (layer >= lookahead)
+            predictor.to(model.device, model.compute_dtype),
+            0.5,
+            rule if is_mlp else "topk",
+            lookahead * (layer >= lookahead),
         )
         return SparsePhaseGate(own)
 

@@ -138,8 +138,11 @@ def test_weights_for_kernels_are_laid_out_once_and_go_with_the_method() -> None:
     assert lay_out_for_kernels(mlp) == 2 * 48 * 80 * 4
     (gate, _), (up, _), (down, _) = mlp.thinned_parts()
     assert gate.input_major is None and up.input_major is not None and down.input_major is not None
-    assert torch.equal(up.input_major, torch.stack([gate.weight.t(), up.weight.t()])) and up.input_major.is_contiguous()
-    assert down.input_major.data_ptr() == down.weight.data_ptr() and down.input_major.shape == (1, 80, 48)
+    assert (
+        torch.equal(up.input_major, torch.stack([gate.projection.weight.t(), up.projection.weight.t()]))
+        and up.input_major.is_contiguous()
+    )
+    assert down.input_major.data_ptr() == down.projection.weight.data_ptr() and down.input_major.shape == (1, 80, 48)
     assert not any("input_major" in name for name in model.state_dict())
     remove_sparsity(model)
     assert mlp.thinned_parts() == []

@@ -96,7 +96,7 @@ def test_bytes_are_the_weights_of_the_entries_kept_over_all_of_the_layers(traine
 
             def count(module: Any, args: Any, block: str = "attention" if name in ATTENTION else "mlp") -> None:
                 sizes = args[0] if module.input_norms is None else args[0] * module.input_norms
-                width = module.weight.numel() // args[0].shape[-1]
+                width = module.dequantised().numel() // args[0].shape[-1]
                 read[block] += int((sizes.abs() >= module.threshold).sum()) * width
                 seen[block] += args[0].numel() * width
 

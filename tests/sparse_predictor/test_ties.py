@@ -6,6 +6,7 @@ import torch
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.early_selection import EarlyUnits
 from modules.kernels.select_units import select_units
+from modules.linear import Linear
 from modules.sparsity import SelectionContext
 from modules.thinned_input import ThinnedInput
 from sparse_predictor.calibration import quantiles_of, threshold_at
@@ -69,7 +70,7 @@ def test_a_list_made_ahead_has_what_is_at_the_threshold() -> None:
 def test_inputs_at_the_threshold_are_kept() -> None:
     states = torch.tensor([[[0.25, -0.5, 0.5, 0.75]]])
     for norms in (None, torch.tensor([2.0, 1.0, 1.0, 0.5])):
-        part = ThinnedInput(torch.nn.Linear(4, 2, bias=False), 0.5, None, norms)
+        part = ThinnedInput(Linear(4, 2), 0.5, None, norms)
         part(states)
         assert part.last_rows is not None and part.last_rows[0].tolist() == [4 - (norms is None) - (norms is not None)]
 

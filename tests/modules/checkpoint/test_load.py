@@ -131,7 +131,7 @@ def test_random_models_repeat_by_seed_and_leave_nothing_neutral() -> None:
     assert same_weights(random_model(config, seed=3), random_model(config, seed=3))
     assert not same_weights(random_model(config, seed=3), random_model(config, seed=4))
     model = random_model(config, dtype=torch.bfloat16)
-    assert model.lm_head.weight is model.embeddings.tokens.weight and model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.embeddings.tokens.weight and model.compute_dtype == torch.bfloat16
     assert all(parameter.float().std() > 0 for parameter in model.parameters())
 
 
@@ -207,7 +207,7 @@ def test_weights_too_large_for_the_asked_dtype_are_an_error(converted: Path) -> 
     edit_part(converted, "0", lambda part: part["mlp.up_proj.weight"].view(-1)[0].fill_(1e5))
     with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight: too large for torch\.float16; use bfloat16"):
         load_model(converted, dtype=torch.float16)
-    assert load_model(converted).dtype == torch.float32
+    assert load_model(converted).compute_dtype == torch.float32
 
 
 def test_a_tied_head_that_differs_from_the_embedding_is_an_error(tmp_path: Path) -> None:

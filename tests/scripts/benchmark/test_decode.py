@@ -14,6 +14,7 @@ from analysis.results import Record, read_records
 from analysis.tables import all_tables
 from modules.checkpoint.load import load_model, random_model
 from modules.config import ModelConfig
+from modules.linear import Linear
 from modules.scoring import windows_likelihood
 from modules.sparsity import ActiveSet, SelectionContext
 from modules.thinned_input import ThinnedInput
@@ -165,7 +166,7 @@ def test_what_is_achieved_while_decoding_leaves_the_prompt_out() -> None:
     shares = Shares()
     states = torch.ones(2, 27, 8)
     states[:, num_prompt:] = 0.5
-    part = ThinnedInput(torch.nn.Linear(8, 4), threshold=0.9)
+    part = ThinnedInput(Linear(8, 4), threshold=0.9)
     _watch_inputs(num_prompt, shares)(part, (states,))
     assert shares.rows["mlp"] == shares.unions["mlp"] == [0.0]
 
@@ -200,7 +201,7 @@ def test_a_sparse_random_model_is_checked_in_float32_and_in_what_is_timed(
 
     def spoiled(model: Any, *arguments: Any) -> Any:
         found = real(model, *arguments)
-        looked_at.append((model.dtype, len(model.layers)))
+        looked_at.append((model.compute_dtype, len(model.layers)))
         spoilt = offsets[len(looked_at) - 1]
         return replace(found, logprobs=[[value + spoilt for value in row] for row in found.logprobs])
 
