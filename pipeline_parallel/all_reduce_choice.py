@@ -47,24 +47,27 @@ OFFSET_NAMES = ("chunk_offset", "split_offset")
 Kind = TypeVar("Kind")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChoiceTable:
+class ChoiceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fastest method at rising token counts, on one kind of device, among so many ranks, for one hidden size."""
 
-    device: str
-    ranks: int
-    hidden_size: int
-    transport: str
-    fastest: tuple[tuple[int, str], ...]
-    """(token count, method), rising."""
+    device: Annotated[str, Meta(min_length=1)]
+    ranks: Annotated[int, Meta(ge=2, le=2**16)]
+    hidden_size: Annotated[int, Meta(ge=1, le=2**30)]
+    transport: Transport
+    fastest: dict[str, Method]
+    """By token count, as digits; rising."""
 
     def __post_init__(self) -> None:
-        check_rising([num_tokens for num_tokens, _ in self.fastest])
+        check_rising([count_of(key) for key in self.fastest])
 
     @property
     def key(self) -> tuple[str, int, int, str]:
         """What no two tables of a file have in common."""
         return self.device, self.ranks, self.hidden_size, self.transport
+
+
+class _ChoiceFile(msgspec.Struct, forbid_unknown_fields=True):
+    choices: list[ChoiceTable]
 
 
 def choose(table: ChoiceTable, num_tokens: int) -> str:
@@ -74,7 +77,7 @@ def choose(table: ChoiceTable, num_tokens: int) -> str:
     """
     if type(num_tokens) is not int or num_tokens < 0:
         raise ValueError(f"num_tokens must be an integer, at least 0, not {num_tokens!r}")
-    return min(table.fastest, key=lambda point: ratio(point[0], max(num_tokens, 1)))[1]
+    return table.fastest[min(table.fastest, key=lambda count: ratio(int(count), max(num_tokens, 1)))]
 
 
 def ratio(one: int, other: int) -> float:
@@ -85,28 +88,11 @@ def ratio(one: int, other: int) -> float:
 def read_choice_tables(path: str | os.PathLike[str]) -> list[ChoiceTable]:
     """All tables of a choice file. FileNotFoundError, or a ValueError that names the file and what is wrong there."""
     tables: dict[tuple[str, int, int, str], ChoiceTable] = {}
-    for place, row in enumerate(_read(path, _ChoiceFile).choices):
-        try:
-            points = tuple((count_of(key), method) for key, method in row.fastest.items())
-            table = ChoiceTable(**{**msgspec.structs.asdict(row), "fastest": points})
-        except ValueError as error:
-            raise ValueError(f"{path}: table {place}: {error}") from error
+    for place, table in enumerate(_read(path, _ChoiceFile).choices):
         if table.key in tables:
             raise ValueError(f"{path}: table {place}: there is one already for {describe(*table.key)}")
         tables[table.key] = table
     return list(tables.values())
-
-
-class _ChoiceRow(msgspec.Struct, forbid_unknown_fields=True):
-    device: Annotated[str, Meta(min_length=1)]
-    ranks: Annotated[int, Meta(ge=2, le=2**16)]
-    hidden_size: Annotated[int, Meta(ge=1, le=2**30)]
-    transport: Transport
-    fastest: dict[str, Method]
-
-
-class _ChoiceFile(msgspec.Struct, forbid_unknown_fields=True):
-    choices: list[_ChoiceRow]
 
 
 def write_choice_tables(path: str | os.PathLike[str], tables: Iterable[ChoiceTable]) -> None:
@@ -115,18 +101,7 @@ def write_choice_tables(path: str | os.PathLike[str], tables: Iterable[ChoiceTab
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = {table.key: table for table in (read_choice_tables(path) if path.exists() else [])}
     merged |= {table.key: table for table in tables}
-    rows = [
-        json.dumps(
-            {
-                "device": table.device,
-                "ranks": table.ranks,
-                "hidden_size": table.hidden_size,
-                "transport": table.transport,
-                "fastest": {str(num_tokens): method for num_tokens, method in table.fastest},
-            }
-        )
-        for table in (merged[key] for key in sorted(merged))
-    ]
+    rows = [json.dumps(msgspec.structs.asdict(merged[key])) for key in sorted(merged)]
     replace_file(path, ('{"choices": [\n  ' + ",\n  ".join(rows) + "\n]}\n").encode())
 
 

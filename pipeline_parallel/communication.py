@@ -51,8 +51,8 @@ class ReducingAddNorm:
 class HandOff:
     """Sends and receives along one pipeline, through buffers that are kept.
 
-    Two buffers take turns in sending, so that a stage computes on while its last result is on its way; a buffer is
-    written again only when its send is done.
+    Two buffers are used alternately for sending, so that a stage computes on while its last result is on its way; a
+    buffer is written again only when its send is done.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -60,12 +60,12 @@ class HandOff:
         self._outgoing = [self._empty(0), self._empty(0)]
         self._sends: list[dist.Work | None] = [None, None]
         self._incoming = self._empty(0)
-        self._turn = 0
+        self._slot = 0
 
     def send(self, parts: list[Tensor]) -> None:
         """Hand tensors to the next stage, the widest type first (so that all are aligned)."""
-        slot = self._turn
-        self._turn = 1 - self._turn
+        slot = self._slot
+        self._slot = 1 - slot
         pending = self._sends[slot]
         if pending is not None:
             pending.wait()
@@ -93,7 +93,7 @@ class HandOff:
         ]
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sends are done."""
         for pending in self._sends:
             if pending is not None:
                 pending.wait()

@@ -108,7 +108,7 @@ class FusedAddNorm:
     """The residual junction through an operator where it is the fastest, else as `ReducingAddNorm`.
 
     A pass begins with the operator's `begin` where it begins with embeddings. Later stages hold whole layers, so an
-    even number of junctions, after which the workspace's two partials have had equal turns.
+    even number of junctions, after which the workspace's two partials have been used equally often.
     `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite.
     """
 

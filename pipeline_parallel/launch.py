@@ -186,7 +186,7 @@ def distributed(
         ranks.rank,
         ranks.world_size,
         store_owner=f"{owner} (or its host, {ranks.host}:{ranks.port})",
-        is_spokesman=ranks.rank == (1 if first_of_host == 0 and not ranks.agent_holds_store else first_of_host),
+        speaks_for_host=ranks.rank == (1 if first_of_host == 0 and not ranks.agent_holds_store else first_of_host),
         interval_s=interval_s,
         patience_s=patience_s,
         join_timeout_s=join_timeout_s,
@@ -213,7 +213,7 @@ def distributed(
         yield _current
         watch.finish()
         dist.destroy_process_group()
-        watch.leave()
+        watch.stop()
     except BaseException as error:
         _fail(watch, error, explain, advice)
     finally:
@@ -224,13 +224,13 @@ def _fail(watch: RankWatch, error: BaseException, explain: Callable[[BaseExcepti
     if isinstance(error, KeyboardInterrupt):
         name = str(error) or "SIGINT"
         if name == "SIGTERM":  # torchrun ends the other ranks so
-            watch.settle()
+            watch.wait_for_cause()
         watch.fail(f"ended by {name}{advice and '; '}{advice}", 128 + signal.Signals[name])
     if isinstance(error, ValueError | OSError):
         logger.opt(exception=error).debug("the traceback of the error below")
         watch.fail(explain(error), BAD_INPUT)
     if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
-        watch.settle()
+        watch.wait_for_cause()
     watch.fail(f"{type(error).__name__}: {explain(error)}", details="".join(traceback.format_exception(error)))
 
 

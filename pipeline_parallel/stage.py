@@ -87,7 +87,7 @@ class StageLinks:
         return junction.residual_shape(shape) if isinstance(junction, FusedAddNorm) else shape
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until all sends are done."""
         self._hand_off.finish()
 
 

@@ -26,15 +26,15 @@ from torch.distributed import PrefixStore, Store
 
 NOT_JOINED = b"0"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LEAVING_TIMEOUT_S = 5.0  # for what each rank still has to do at the end
+STOP_TIMEOUT_S = 5.0  # for what each rank still has to do at the end
 FAST_INTERVAL_S = 0.05  # of looks where somebody waits for them
 
 
 class RankWatch:
-    """Watches over all ranks from within one of them; starts with the object, ends with `leave` or the process.
+    """Watches over all ranks from within one of them; starts with the object, ends with `stop` or the process.
 
     store: a connection of its own to the store that all ranks share; nobody else uses it.
-    store_owner: who dies with the store, in words. is_spokesman: print that; one rank per host.
+    store_owner: who dies with the store, in words. speaks_for_host: print that; one rank per host.
     patience_s: how long a rank may show no heartbeat. A phase that holds the interpreter's lock (one long call
         of an extension that does not release it) stops the heartbeat, so this must be longer than any of those.
     join_timeout_s: how long a rank may take to show its first one.
@@ -48,7 +48,7 @@ class RankWatch:
         world_size: int,
         *,
         store_owner: str = "rank 0",
-        is_spokesman: bool = True,
+        speaks_for_host: bool = True,
         interval_s: float = 1.0,
         patience_s: float = 15.0,
         join_timeout_s: float = 300.0,
@@ -58,10 +58,10 @@ class RankWatch:
         self._store = PrefixStore("watch", store)
         self._rank = rank
         self._keys = [f"rank{other}" for other in range(world_size)]
-        self._store_owner, self._is_spokesman = store_owner, is_spokesman
+        self._store_owner, self._speaks_for_host = store_owner, speaks_for_host
         self._interval_s, self._patience_s, self._join_timeout_s = interval_s, patience_s, join_timeout_s
         self._evidence_s = patience_s / 3
-        self._state = "running"  # done: this rank's work is; left: it will not use the store again
+        self._state = "running"  # done: this rank's work is; stopped: it will not use the store again
         self._beats = [NOT_JOINED] * world_size
         self._silent_s = [0.0] * world_size
         self._num_looks = 0
@@ -122,14 +122,14 @@ class RankWatch:
             self.report_failure(cause, details=details)
             self._end(exit_code)
 
-    def settle(self) -> None:
+    def wait_for_cause(self) -> None:
         """Call when a collective failed or SIGTERM came: most likely another rank has failed, and this process ends
         in here, with that rank's cause. Returns after some seconds (less than half the patience, and a few looks) if
         nothing is known of one. For the main thread."""
         _ignore_signals()
-        time.sleep(self._suspect())
+        time.sleep(self._lower_patience())
 
-    def _suspect(self) -> float:
+    def _lower_patience(self) -> float:
         """Something has happened, so less silence will do as evidence; the seconds in which it will be in."""
         self._patience_s = self._evidence_s
         return self._patience_s + 3 * self._interval_s
@@ -140,7 +140,7 @@ class RankWatch:
         self._look_soon.set()
         self._all_done.wait()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Stop watching, at the very end. Rank 0, whose process may hold the store, returns last."""
         self._stopped.set()
         self._look_soon.set()
@@ -152,14 +152,14 @@ class RankWatch:
             signal.signal(number, handler)
         os.close(self._wake_reader)
         os.close(self._wake_writer)
-        self._leave_store()
+        self._release_store()
 
-    def _leave_store(self) -> None:
-        self._state = "left"
-        deadline = time.monotonic() + LEAVING_TIMEOUT_S
+    def _release_store(self) -> None:
+        self._state = "stopped"
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         try:
             self._look()
-            while self._rank == 0 and not self._all_are("left") and time.monotonic() < deadline:
+            while self._rank == 0 and not self._all_are("stopped") and time.monotonic() < deadline:
                 time.sleep(FAST_INTERVAL_S)
                 self._look()
         except RuntimeError as error:
@@ -179,13 +179,13 @@ class RankWatch:
         self._beats = beats
         self._failure = failure.decode()
 
-    def _judge(self, elapsed_s: float) -> None:
+    def _check_silence(self, elapsed_s: float) -> None:
         """Report a rank that has been silent for too long; `elapsed_s`: since the last look."""
         self._silent_s = [silent_s + elapsed_s for silent_s in self._silent_s]
         for rank, (beat, silent_s) in enumerate(zip(self._beats, self._silent_s, strict=True)):
             if beat == NOT_JOINED and silent_s > self._join_timeout_s:
                 self.report_failure(f"has not joined within {self._join_timeout_s:.0f} s", rank)
-            elif beat != NOT_JOINED and not beat.endswith(b"left") and silent_s > self._patience_s:
+            elif beat != NOT_JOINED and not beat.endswith(b"stopped") and silent_s > self._patience_s:
                 cause = f"has not been heard of for {silent_s:.0f} s (killed, or its host is gone)"
                 self.report_failure(cause, rank)
 
@@ -197,10 +197,10 @@ class RankWatch:
                 # Where this very process stood still, silence says nothing about the others.
                 elapsed_s = min(time.monotonic() - looked_at, 2 * self._interval_s)
                 looked_at = time.monotonic()
-                self._judge(elapsed_s)
+                self._check_silence(elapsed_s)
                 if self._failure:
                     self._wake()
-                elif self._all_are("done", "left"):
+                elif self._all_are("done", "stopped"):
                     self._all_done.set()
                 self._look_soon.wait(self._interval_s if self._state == "running" else FAST_INTERVAL_S)
                 self._look_soon.clear()
@@ -222,14 +222,14 @@ class RankWatch:
                 time.sleep(self._interval_s)  # so that torchrun, too, sees the rank that failed end first
                 self._end(1)
             if self._store_error or stalled_s > self._patience_s:
-                if self._is_spokesman:
+                if self._speaks_for_host:
                     _print_error(f"{self._store_owner} is gone")
                 logger.debug(self._store_error or f"the store has not answered for {stalled_s:.0f} s")
                 self._store_error = self._store_error or "no answer"
                 self._end(1)
             if new_signal and not signal_number:
                 # The main thread may be unable to act on it; torchrun and schedulers wait 30 s before they kill.
-                signal_number, deadline = new_signal, time.monotonic() + self._suspect()
+                signal_number, deadline = new_signal, time.monotonic() + self._lower_patience()
             if time.monotonic() > deadline:
                 self.report_failure(f"ended by {signal.Signals(signal_number).name}")
                 self._end(128 + signal_number)
@@ -251,14 +251,14 @@ class RankWatch:
 
     def _end(self, exit_code: int) -> NoReturn:
         # The timeout is for a thread that began to end this process and waits for a store that does not answer.
-        self._ending.acquire(timeout=3 * LEAVING_TIMEOUT_S)
+        self._ending.acquire(timeout=3 * STOP_TIMEOUT_S)
         if self._rank == 0 and not self._store_error:
-            self._leave_store()  # first, so that the callbacks find the others' last messages
+            self._release_store()  # first, so that the callbacks find the others' last messages
         callbacks = threading.Thread(target=self._call_back, daemon=True)
         callbacks.start()
-        callbacks.join(LEAVING_TIMEOUT_S)
+        callbacks.join(STOP_TIMEOUT_S)
         if self._rank != 0 and not self._store_error:
-            self._leave_store()
+            self._release_store()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

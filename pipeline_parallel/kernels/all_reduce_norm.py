@@ -26,8 +26,9 @@ same everywhere, which is why that one is always peer to peer.
 What keeps a fast rank from overwriting what a slow one still reads: a call's entry barrier is passed only when every
 rank has come to that call, so each has finished the call before and whatever stood between them in its stream. The
 next sum goes to the other of the two partials, and hidden is written behind the barrier. Two consecutive calls must
-therefore not share one of the partials. The turn is kept on the host, where a replayed CUDA graph does not reach it:
-whoever captures calls starts with `begin`, and starts with `begin` again what follows a replay (each forward, say).
+therefore not share one of the partials. Which one is next is kept on the host, where a replayed CUDA graph does not
+reach it: whoever captures calls starts with `begin`, and starts with `begin` again what follows a replay (each forward,
+say).
 
 After T. Gond et al. 2025, TokenWeave (arXiv 2505.11329); kernels of our own.
 """

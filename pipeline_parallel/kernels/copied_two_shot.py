@@ -4,13 +4,13 @@
     hidden[my rows], new_residual <- add_norm(partial[my rows] + staged, ...)     one ordinary kernel, on this GPU alone
     hidden_peer[my rows] <- hidden[my rows]          to each peer, by the copy engines
 
-with a barrier before the first copy and one after the last. Copies and barriers (copied_two_shot.py) take no
+with a barrier before the first copy and one after the last. Copies and barriers (`stream_barrier`) take no
 multiprocessor and wait for none, so what runs beside them keeps its own (as decomposed all-gathers do in torch's
 asynchronous tensor parallelism); alone, a call is slower than the one kernel, which moves and computes at once. The sum
 starts with this rank's own part, the others follow in order of ranks; hidden is computed once and has the same bits
 everywhere.
 
-A barrier that needs no multiprocessor: the streams themselves write to signal pads and wait for them.
+The barrier needs no multiprocessor: the streams themselves write to signal pads and wait for them.
 
 A kernel, however small, starts when something leaves a multiprocessor, and a large product of matrices (persistent, one
 program per multiprocessor) leaves none before it ends: beside one of 1.2 ms on an H200 a kernel of one thread waited
@@ -18,7 +18,7 @@ for 1.2 ms, and these operations took 8 µs. They are cuStreamWriteValue32 and c
 
 Each rank tells every peer by putting `tag` into its own slot of the peer's pad, waits for each peer's `tag` in its own
 pad, and makes that slot zero again. There is no compare-and-swap, so nothing may be put where something still is: the
-two barriers of a call, ENTRY and EXIT, have slots of their own and take turns. Whoever signals at ENTRY again has
+two barriers of a call, ENTRY and EXIT, have slots of their own and alternate. Whoever signals at ENTRY again has
 passed EXIT, so all ranks have come to EXIT, and have emptied their ENTRY slots before that. A write waits for what its
 stream did before, copies to peers included, and is ordered behind it for whoever waits (CUDA driver API, "Stream Memory
 Operations"). Ranks that differ in `tag` wait for ever: what tells them apart is `begin`, with which a pass starts.
@@ -59,7 +59,7 @@ def copied_two_shot(
     eps: float,
 ) -> Tensor:
     """This rank's rows of the new residual; the result is in `workspace.hidden` (see `all_reduce_norm`, which checks
-    the arguments and lets the partials take turns). A CUDA graph can hold it."""
+    the arguments and switches to the other partial). A CUDA graph can hold it."""
     peers = [peer for peer in range(workspace.world_size) if peer != workspace.rank]
     mine = slice(rows.start, rows.stop)
     tag = 2 * num_tokens + 2

@@ -2,7 +2,7 @@
 
 Each of the W ranks holds one buffer of the same layout, mapped into all of them over NVLink:
 
-    partials [2, max_tokens, D]   what this rank adds to the sum; the two take turns
+    partials [2, max_tokens, D]   what this rank adds to the sum; used alternately
     hidden   [max_tokens, D]      the normalised result
 
 both bfloat16 or float16, with a signal pad of int32 zeros (barrier.py). Addresses are device tables int64 [W]; where

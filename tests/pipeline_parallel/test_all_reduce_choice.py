@@ -21,13 +21,12 @@ from pipeline_parallel.all_reduce_choice import (
 )
 from tests.data.spoiled_json import spoiled
 
-FASTEST = ((1, "one-shot"), (64, "nccl"), (1024, "two-shot"))
+FASTEST = {"1": "one-shot", "64": "nccl", "1024": "two-shot"}
 
 
 def table(**other: Any) -> ChoiceTable:
-    return ChoiceTable(
-        **{"device": "GPU A", "ranks": 2, "hidden_size": 4096, "transport": "p2p", "fastest": FASTEST} | other
-    )
+    fields: dict[str, Any] = {"device": "GPU A", "ranks": 2, "hidden_size": 4096, "transport": "p2p"}
+    return ChoiceTable(**fields | {"fastest": FASTEST} | other)
 
 
 def written(path: Path, content: object) -> Path:
@@ -70,7 +69,7 @@ def test_a_number_of_tokens_that_is_none_is_refused(num_tokens: Any) -> None:
 def test_what_is_written_is_read_and_replaces_only_its_own_key(tmp_path: Path) -> None:
     path = tmp_path / "made" / "choices.json"
     write_choice_tables(path, [table(), table(ranks=4)])
-    changed = table(fastest=((1, "nccl"),))
+    changed = table(fastest={"1": "nccl"})
     other = table(device="GPU B", transport="multimem")
     write_choice_tables(path, [other, changed])
     assert sorted(read_choice_tables(path), key=lambda found: found.key) == [changed, table(ranks=4), other]
@@ -98,9 +97,9 @@ def test_a_table_is_found_by_device_ranks_and_transport_and_the_nearest_hidden_s
 def test_of_two_files_the_later_counts(tmp_path: Path) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     write_choice_tables(paths[0], [table()])
-    write_choice_tables(paths[1], [table(fastest=((1, "nccl"),))])
+    write_choice_tables(paths[1], [table(fastest={"1": "nccl"})])
     found = find_choice_table("GPU A", 2, 4096, "p2p", paths)
-    assert found is not None and found.fastest == ((1, "nccl"),)
+    assert found is not None and found.fastest == {"1": "nccl"}
 
 
 def test_shipped_files_can_be_read(warnings: list[str]) -> None:

@@ -189,7 +189,7 @@ def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
     choice: Any, transport: str, measured: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(device: str, ranks: int, hidden_size: int, kind: str) -> ChoiceTable | None:
-        fastest = ((1, "nccl"), (64, "one-shot"))
+        fastest = {"1": "nccl", "64": "one-shot"}
         fields = {"device": device, "ranks": ranks, "hidden_size": hidden_size, "transport": kind}
         return ChoiceTable(**fields, fastest=fastest) if kind in measured else None  # type: ignore[arg-type]
 
@@ -265,7 +265,7 @@ def test_no_tensor_parallelism_no_choice() -> None:
 
 
 def test_strategies_follow_the_table_or_the_size() -> None:
-    fastest = ((1, "one-shot"), (64, "nccl"), (1024, "two-shot"))
+    fastest: Any = {"1": "one-shot", "64": "nccl", "1024": "two-shot"}
     table = ChoiceTable(device="X", ranks=2, hidden_size=48, transport="p2p", fastest=fastest)
     auto, fused = strategy_of(table, may_be_nccl=True), strategy_of(table, may_be_nccl=False)
     assert [auto(count) for count in (1, 60, 100, 2000)] == ["one-shot", "nccl", "nccl", "two-shot"]

@@ -49,7 +49,7 @@ def start(endings: list[tuple[int, int]]) -> Iterator[Start]:
     yield start
     for watch in reversed(watches):
         if not watch._stopped.is_set():
-            watch.leave()
+            watch.stop()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-watch")]
@@ -98,7 +98,7 @@ def test_settle_needs_less_silence(
     wait_until(lambda: first._beats[1] != b"0")
     second._stopped.set()  # no heartbeat any more, and no word either
     first._evidence_s = 0.3
-    first.settle()
+    first.wait_for_cause()
     wait_until(lambda: endings)
     assert "error: rank 1: has not been heard of for 0 s" in capsys.readouterr().err
 
@@ -139,7 +139,7 @@ def test_sigterm_is_an_exception_once_and_leaving_restores_the_handlers(start: S
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)  # while cleaning up
-    watch.leave()
+    watch.stop()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
