@@ -81,13 +81,9 @@ def line(point: Point, timings: Mapping[str, Timing]) -> str:
 
 def tuned(setting: Setting, transport: str, hidden_size: int, measured: Measured) -> ChoiceTable:
     """The fastest method at every point, in rising token counts."""
-    return ChoiceTable(
-        device=setting.device,
-        ranks=setting.ranks,
-        hidden_size=hidden_size,
-        transport=transport,
-        fastest=tuple((point.num_tokens, model_choice(microseconds(each))) for point, each in measured.items()),
-    )
+    fastest = {str(point.num_tokens): model_choice(microseconds(each)) for point, each in measured.items()}
+    fields: dict[str, Any] = {"transport": transport, "fastest": fastest}
+    return ChoiceTable(device=setting.device, ranks=setting.ranks, hidden_size=hidden_size, **fields)
 
 
 def timed_as(method: str) -> str:
