@@ -159,4 +159,4 @@ def test_where_all_rows_go_on_the_next_step_is_not_held_up_by_tensors() -> None:
     with CountedOperations() as operations:
         microbatch.admit(queue, [])
     # On a GPU each would wait for the step that runs there, and the one after it could not be queued in time.
-    assert microbatch.turn is not None and microbatch.turn.phase == "decode" and operations.count == 0
+    assert microbatch.step is not None and microbatch.step.phase == "decode" and operations.count == 0
