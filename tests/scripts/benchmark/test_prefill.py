@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from pipeline_parallel.all_reduce_choice import SplitPoint, read_split_points, write_split_points
-from scripts.benchmark.prefill import OFFSETS, PROGRAMS, Options, best_split, even_split, main, problem_of
+from pipeline_parallel.overlap import Overlap, split_prefills
+from scripts.benchmark.prefill import (
+    OFFSETS,
+    PROGRAMS,
+    Options,
+    best_split,
+    even_split,
+    in_two_passes,
+    main,
+    problem_of,
+)
+from tests.modules.tiny_kinds import LLAMA
+from tests.modules.tiny_models import tiny_decoder
 
 
 def cost(point: SplitPoint) -> float:
@@ -47,18 +59,19 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read_split_points(path) == points
 
 
-def test_split_states_may_differ_as_rounding_does_and_no_more() -> None:
-    whole, noise = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
-
-    def off(share: float) -> torch.Tensor:
-        return whole + share * noise * whole.norm() / noise.norm()
-
-    exact, inexact = whole[:, :6], off(0.03)[:, :6]
-    assert problem_of(off(0.019), whole, exact) is None and problem_of(off(0.05), whole, inexact) is None
-    for found, shorter in ((off(0.021), exact), (off(0.5), inexact), (whole * float("nan"), inexact)):
-        assert "off the whole ones" in (problem_of(found, whole, shorter) or "")
-    assert "off the whole ones" in (problem_of(off(0.05), whole, inexact * float("nan")) or "")
-    assert "rounding explains 0.1" in (problem_of(off(0.11), whole, off(0.4)[:, :6]) or "")
+def test_split_states_are_those_of_the_halves_one_after_the_other() -> None:
+    model = tiny_decoder(LLAMA | {"max_position_embeddings": 1024})
+    ids = torch.randint(0, model.config.vocab_size, (1, 1024))
+    apart = in_two_passes(model, ids)
+    split_prefills(model, 1, ())
+    with torch.inference_mode():
+        split = model(ids)
+    assert isinstance(model.prefill_driver, Overlap) and model.prefill_driver.num_split == 1
+    assert problem_of(split, apart) is None
+    wrong = apart.clone()
+    wrong[:, 900:] = apart.roll(1, 1)[:, 900:]
+    for found in (wrong, apart * float("nan")):
+        assert "off those of the halves" in (problem_of(found, apart) or "")
 
 
 def test_one_rank_has_nothing_to_tune(tmp_path: Path) -> None:
