@@ -34,9 +34,10 @@ class Attention(nn.Module):
         self.query_heads: tuple[int, int] | None = None  # global range of the heads here, where that is a part
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        qkv_bias = config.layers[layer_idx].attention.qkv_bias
+        self.q_proj = Linear(config.hidden_size, query_size, bias=qkv_bias)
+        self.k_proj = Linear(config.hidden_size, key_size, bias=qkv_bias)
+        self.v_proj = Linear(config.hidden_size, key_size, bias=qkv_bias)
         self.o_proj = Linear(query_size, config.hidden_size, rows_are="inputs")
         self.head_outputs = nn.Identity()  # a named point for forward hooks: sees [B, T, N, H]
         self.selector: Selector | None = None

@@ -31,11 +31,11 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.offset = config.position_embedding_offset
+        self.offset = config.position_embedding_offset or 0
         self.tokens = nn.Embedding(config.vocab_size, config.word_embed_proj_dim)
         self.positions: nn.Embedding | None = None
         self.project_in: Linear | None = None
-        if config.positions == "learned":
+        if config.position_embedding_offset is not None:
             self.positions = nn.Embedding(config.max_position_embeddings + self.offset, config.hidden_size)
         if config.word_embed_proj_dim != config.hidden_size:
             self.project_in = Linear(config.word_embed_proj_dim, config.hidden_size)
@@ -105,10 +105,10 @@ class Decoder(nn.Module):
         self.config = config
         self.embeddings = Embeddings(config)
         self.first_norm = Norm(config) if config.pre_norm else None
-        attention_bias = config.hidden_size if config.attention_bias else None
-        mlp_bias = config.hidden_size if config.mlp_bias else None
         self.half_blocks = nn.ModuleList()
-        for layer_idx in range(config.num_hidden_layers):
+        for layer_idx, layer in enumerate(config.layers):
+            attention_bias = config.hidden_size if layer.attention.output_bias else None
+            mlp_bias = config.hidden_size if layer.feed_forward.bias else None
             last = layer_idx == config.num_hidden_layers - 1
             follows = Norm(config) if not (last and config.pre_norm and not config.final_norm) else None
             self.half_blocks.append(HalfBlock(Attention(config, layer_idx), Norm(config), attention_bias))
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         self.max_lookahead = 0
         self.is_sparse = False  # whether anything chooses what a token computes, on whatever stage
         self.sparsity_hook: RemovableHandle | None = None
-        self.rotary = RotaryPositions(config) if config.positions == "rotary" else None
+        self.rotary = None if config.rope is None else RotaryPositions(config.rope, config.head_dim)
 
     def tie_head(self) -> None:
         """Let the head have the token embeddings' weights."""

@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from modules.config import ModelConfig
+from modules.specs import Rope
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Angular frequency of each pair of head dims, radians per position: float32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
@@ -27,8 +27,8 @@ def rotary_frequencies(config: ModelConfig, device: torch.device | str = "cpu") 
 class RotaryPositions:
     """Cosines and sines for given positions; frequencies are kept per device, never part of a checkpoint."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    def __init__(self, rope: Rope, head_dim: int) -> None:
+        self.rope, self.head_dim = rope, head_dim
         self._frequencies: dict[torch.device, Tensor] = {}
         self._table: Tensor | None = None
 
@@ -38,7 +38,7 @@ class RotaryPositions:
         The first half of the sines is negative, as `apply_rotary` needs them.
         """
         if positions.device not in self._frequencies:
-            self._frequencies[positions.device] = rotary_frequencies(self.config, positions.device)
+            self._frequencies[positions.device] = rotary_frequencies(self.rope, self.head_dim, positions.device)
         angles = positions[:, None, :, None].float() * self._frequencies[positions.device]
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -48,14 +48,14 @@ class RotaryPositions:
         of all lengths together would fill the memory."""
         table = self._table
         if table is None or table.shape[1] != num_positions or table.device != device:
-            table = self._table = rotary_table(self.config, num_positions, device)
+            table = self._table = rotary_table(self.rope, self.head_dim, num_positions, device)
         return table
 
 
-def rotary_table(config: ModelConfig, num_positions: int, device: torch.device | str) -> Tensor:
+def rotary_table(rope: Rope, head_dim: int, num_positions: int, device: torch.device | str) -> Tensor:
     """Cosines and sines of all positions, for kernels that look them up: float32 [2, num_positions, head_dim / 2]."""
     positions = torch.arange(num_positions, dtype=torch.float32, device=device)
-    angles = positions[:, None] * rotary_frequencies(config, device)
+    angles = positions[:, None] * rotary_frequencies(rope, head_dim, device)
     return torch.stack((angles.cos(), angles.sin()))
 
 

@@ -1,5 +1,6 @@
 """Run a model over a corpus and store what every MLP and attention block saw and did."""
 
+import contextlib
 import hashlib
 import shlex
 import sys
@@ -22,7 +23,9 @@ from data.activation_store import (
     wait_for_shards,
 )
 from data.corpora import TokenPiece, iter_documents, parse_corpus, token_pieces
+from data.store_files import read_manifest
 from data.store_manifest import StoreLayout, layout_differences
+from modules.config import ModelConfig
 from pipeline_parallel.engine import check_same_everywhere
 from scripts.command_line import progress, run_stage
 from scripts.model_loading import ModelOptions
@@ -81,7 +84,7 @@ def main(options: Options) -> ActivationStore | None:
     place = {name: getattr(mesh, name) for name in PLACE}
     layout = StoreLayout(
         model=loaded.model_id,
-        config_hash=config.config_hash(),
+        config_hash=stored_hash(options, config),
         dtype=str(model.compute_dtype).removeprefix("torch."),
         layers=tuple(layers),
         hidden_size=config.hidden_size,
@@ -173,6 +176,15 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
     if not layers or max(layers) >= num_layers:
         raise ValueError(f"layers {text!r}: this model has layers 0 to {num_layers - 1}")
     return sorted(layers)
+
+
+def stored_hash(options: Options, config: ModelConfig) -> str:
+    """The configuration's hash; as an older version wrote it, where a store is continued that has it so."""
+    found = ""
+    if options.resume:
+        with contextlib.suppress(OSError, ValueError):  # no store there, or one that the writer refuses
+            found = read_manifest(options.output_dir).layout.config_hash
+    return found if config.has_hash(found) else config.config_hash()
 
 
 def finished_store(options: Options, layout: StoreLayout, gather: Gather) -> ActivationStore | None:

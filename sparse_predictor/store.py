@@ -214,7 +214,7 @@ def same_weights(sample: Sequence[float], other: Sequence[float]) -> bool:
 def check_store(store: ActivationStore, model: Decoder, model_id: str) -> None:
     """ValueError if activations were not collected from this model, of which both sides are named."""
     layout, config, where = store.layout, model.config, store.directory
-    if layout.config_hash != config.config_hash():
+    if not config.has_hash(layout.config_hash):
         raise ValueError(
             f"{where} was collected from {layout.model} (config {layout.config_hash}), "
             f"not from {model_id} (config {config.config_hash()})"
@@ -257,7 +257,7 @@ def parse_manifest(directory: Path) -> PredictorManifest:
 def read_manifest(directory: Path, model: Decoder) -> PredictorManifest:
     """The manifest, checked against the model it is to serve. FileNotFoundError, or ValueError with both sides."""
     manifest, config = parse_manifest(directory), model.config
-    if manifest.config_hash != config.config_hash():
+    if not config.has_hash(manifest.config_hash):
         raise ValueError(
             f"{directory}: predictors of {manifest.model_id} (config {manifest.config_hash}) do not belong to this "
             f"model (config {config.config_hash()})"

@@ -4,6 +4,7 @@ GGUF (ggml-org/ggml docs/gguf.md) keeps the pairs of a rotary dimension interlea
 in halves, so query and key projections are reordered. What cannot be carried over is refused.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from modules.checkpoint.layout import EMBEDDINGS, HEAD
-from modules.config import ModelConfig, RopeScaling
+from modules.config import ModelConfig
 from modules.families.registry import rope_keys
 from modules.positions import rotary_frequencies
+from modules.specs import RopeScaling
 
 LAYER_TENSORS = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -61,7 +63,7 @@ class GgufFile:
         self._names = self._gguf_names()
         self._check_names()
         if ROPE_FACTORS in self._tensors:
-            self.hf_config |= rope_keys(self.config.rope_theta, self._llama3_scaling())
+            self.hf_config |= rope_keys(self.hf_config["rope_theta"], self._llama3_scaling())
             self.config = self._parsed()
 
     def field(self, name: str, default: Any = None) -> Any:
@@ -168,8 +170,9 @@ class GgufFile:
         """The scaling of Llama 3.1 behind the file's divisors of the rotary frequencies."""
         factors = torch.from_numpy(np.array(self._tensors[ROPE_FACTORS].data, dtype=np.float32))
         scaling = RopeScaling(kind="llama3", factor=float(factors.max()))
-        scaled = ModelConfig(**(vars(self.config) | {"rope_scaling": scaling}))
-        implied = rotary_frequencies(self.config) / rotary_frequencies(scaled)
+        head_dim, rope = self.config.head_dim, self.config.layers[0].attention.rope
+        assert rope is not None
+        implied = rotary_frequencies(rope, head_dim) / rotary_frequencies(replace(rope, scaling=scaling), head_dim)
         if implied.shape != factors.shape or not torch.allclose(implied, factors, rtol=1e-3):
             raise ValueError(f"{self.path}: {ROPE_FACTORS} is not Llama 3.1's scaling; convert the original checkpoint")
         return {

@@ -51,7 +51,7 @@ def load_config(source_dir: str | Path) -> ModelConfig:
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"{error}; convert the model again") from error
     manifest = read_manifest(path.parent)
-    if manifest is not None and manifest.config_hash != config.config_hash():
+    if manifest is not None and not config.has_hash(manifest.config_hash):
         raise ValueError(
             f"{path}: changed since the checkpoint was written (configuration {config.config_hash()}, "
             f"{MANIFEST_FILE} has {manifest.config_hash}); put it back, or {manifest.repair(path.parent)}"

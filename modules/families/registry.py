@@ -8,18 +8,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from modules.config import ModelConfig
+from modules.config import ModelConfig, flat_fields
+from modules.specs import Rope
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """What `ModelConfig.from_hf` reads as this configuration. ValueError for a family that would not compute it."""
     hf = _WRITERS[config.model_type](config)
     if (read := ModelConfig.from_hf(hf)) != config:
-        fields = (field.name for field in dataclasses.fields(config))
-        lost = (name for name in fields if getattr(read, name) != getattr(config, name))
+        ours, theirs = flat_fields(config) or config, flat_fields(read)
+        fields = (field.name for field in dataclasses.fields(ours))
+        lost = (name for name in fields if getattr(theirs, name, None) != getattr(ours, name))
         raise ValueError(
             f"config: model_type {config.model_type!r} cannot have "
-            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in lost)}; use model_type 'decoder'"
+            f"{', '.join(f'{name}={getattr(ours, name)!r}' for name in lost)}; use model_type 'decoder'"
         )
     return hf
 
@@ -27,7 +29,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 def in_family(config: ModelConfig) -> ModelConfig:
     """The same configuration as the family that computes it; of a mixture as `decoder`."""
     for model_type, write in _WRITERS.items():
-        named = dataclasses.replace(config, model_type=model_type)  # type: ignore[arg-type]
+        named = dataclasses.replace(config, model_type=model_type)
         try:
             fits = ModelConfig.from_hf(write(named)) == named
         except ValueError:  # a shape that this family does not allow
@@ -59,42 +61,47 @@ def rope_keys(theta: float, scaling: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _to_llama(config: ModelConfig) -> dict[str, Any]:
-    scaling = None
-    if config.rope_scaling is not None:
-        values = dataclasses.asdict(config.rope_scaling)
+    attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
+    rope, scaling = attention.rope or Rope(), None
+    if rope.scaling is not None:
+        values = dataclasses.asdict(rope.scaling)
         kind = values.pop("kind")
         scaling = {"rope_type": kind, **(values if kind == "llama3" else {"factor": values["factor"]})}
     return {
         **_shared_keys(config),
         "architectures": ["LlamaForCausalLM"],
-        "intermediate_size": config.intermediate_size,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.activation,
+        "intermediate_size": feed_forward.intermediate_size,
+        "num_key_value_heads": attention.num_key_value_heads,
+        "head_dim": attention.head_dim,
+        "hidden_act": feed_forward.activation,
         "rms_norm_eps": config.norm_eps,
-        **rope_keys(config.rope_theta, scaling),
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
+        **rope_keys(rope.theta, scaling),
+        "attention_bias": attention.qkv_bias,
+        "mlp_bias": feed_forward.bias,
     }
 
 
 def _to_opt(config: ModelConfig) -> dict[str, Any]:
+    attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
     return {
         **_shared_keys(config),
         "architectures": ["OPTForCausalLM"],
-        "ffn_dim": config.intermediate_size,
+        "ffn_dim": feed_forward.intermediate_size,
         "word_embed_proj_dim": config.word_embed_proj_dim,
-        "activation_function": config.activation,
+        "activation_function": feed_forward.activation,
         "do_layer_norm_before": config.pre_norm,
         "layer_norm_elementwise_affine": config.norm_affine,
         "_remove_final_layer_norm": config.pre_norm and not config.final_norm,
-        "enable_bias": config.attention_bias,
+        "enable_bias": attention.qkv_bias,
         "dropout": 0.0,
     }
 
 
 def _to_fields(config: ModelConfig) -> dict[str, Any]:
-    return {**dataclasses.asdict(config), "eos_token_ids": list(config.eos_token_ids)}
+    flat = flat_fields(config)
+    if flat is None:
+        raise ValueError("config: model_type 'decoder' needs layers that are alike, without a window")
+    return {**dataclasses.asdict(flat), "eos_token_ids": list(config.eos_token_ids)}
 
 
 # Families first: in_family takes the first that fits.

@@ -19,6 +19,7 @@ from analysis.studies import FACTORS
 from modules.checkpoint.load import build_on_meta, load_model
 from modules.config import ModelConfig
 from modules.families.registry import in_family
+from modules.specs import Dense, Grouped, LayerSpec, Rope
 from modules.training import TrainingOptions, initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
@@ -149,23 +150,30 @@ def training_of(options: Options, seed: int) -> TrainingOptions:
 
 def variant_config(options: Options, levels: Mapping[str, str], vocab_size: int) -> ModelConfig:
     """One of the eight models, as the family that has this mixture, if one has."""
-    is_gated = levels["activation"] == "silu gated"
+    is_gated, is_rotary = levels["activation"] == "silu gated", levels["positions"] == "rotary"
+    layer = LayerSpec(
+        attention=Grouped(
+            num_attention_heads=options.num_attention_heads,
+            num_key_value_heads=options.num_attention_heads,
+            head_dim=options.hidden_size // options.num_attention_heads,
+            rope=Rope() if is_rotary else None,
+        ),
+        feed_forward=Dense(
+            intermediate_size=options.intermediate_size if is_gated else options.intermediate_size * 3 // 2,
+            gated=is_gated,
+            activation="silu" if is_gated else "relu",
+        ),
+    )
     return in_family(
         ModelConfig(
             model_type="decoder",
             vocab_size=vocab_size,
             hidden_size=options.hidden_size,
-            intermediate_size=options.intermediate_size if is_gated else options.intermediate_size * 3 // 2,
-            num_hidden_layers=options.num_hidden_layers,
-            num_attention_heads=options.num_attention_heads,
-            num_key_value_heads=options.num_attention_heads,
-            head_dim=options.hidden_size // options.num_attention_heads,
+            layers=(layer,) * options.num_hidden_layers,
             max_position_embeddings=options.window,
             norm="rms" if levels["norm"] == "rms" else "layer",
             norm_eps=1e-5,
-            activation="silu" if is_gated else "relu",
-            gated_mlp=is_gated,
-            positions="rotary" if levels["positions"] == "rotary" else "learned",
+            position_embedding_offset=None if is_rotary else 2,
             tie_word_embeddings=True,
             word_embed_proj_dim=options.hidden_size,
             bos_token_id=0,
@@ -179,7 +187,7 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
     device = resolve_device(options.device)
     config = variant_config(options, VARIANTS[variant], vocabulary_size(text))
     training = training_of(options, seed)
-    identity = training_identity(training, text, config=config.config_hash())
+    identity = training_identity(training, text, config=config.version_1_hash())
     folder = options.output_dir / f"{variant}-{seed}"
     dtype = study_dtype(options.dtype, device)
     labels: dict[str, Any] = {

@@ -7,9 +7,8 @@ Records of the same names before training have the variants `silu before trainin
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +200,11 @@ def with_activation(directory: Path, activation: str, dtype: torch.dtype, device
     """The checkpoint's weights in a model with this activation."""
     config = load_config(directory)
     source = open_source(directory, config, checkpoint_shapes(config))
-    model = build_on_meta(dataclasses.replace(config, activation=activation))  # type: ignore[arg-type]
+    layers = (
+        replace(layer, feed_forward=replace(layer.feed_forward, activation=activation))  # type: ignore[arg-type]
+        for layer in config.layers
+    )
+    model = build_on_meta(replace(config, layers=tuple(layers)))
     load_weights(model, source, dtype=dtype, device=device)
     return model
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 import scripts.collect
 from data.activation_store import ActivationStore, ActivationStoreWriter
+from modules.checkpoint.load import load_config
 from scripts.collect import Options, main, parse_layers
 from scripts.command_line import run_stage
 from sparse_predictor.collect import ActivationRecorder
@@ -184,6 +186,10 @@ def test_an_interrupted_collection_resumes_to_the_same_bytes(
     assert not interrupted.manifest.complete and 0 < interrupted.num_rows < 302
     assert run(tmp_path / "parts", resume=True).manifest.complete
     assert files(tmp_path / "parts") == files(tmp_path / "whole")
+    older = (tmp_path / "parts/manifest.json").read_text()
+    (hash_now,) = re.findall(r'"config_hash": "(\w+)"', older)
+    hash_then = load_config(llama).version_1_hash()
+    (tmp_path / "parts/manifest.json").write_text(older.replace(hash_now, str(hash_then)))
     with monkeypatch.context() as patch:
         interrupt_at_batch(1, patch)
         assert run(tmp_path / "parts", resume=True).num_rows == 302, "nothing left to do, nothing run"

@@ -179,6 +179,11 @@ def test_what_does_not_fit_is_refused_and_named(
         load_predictors(predictors, model)
 
 
+def test_predictors_whose_manifest_has_the_first_versions_hash_load(predictors: Path, model: Decoder) -> None:
+    edit_manifest(config_hash=model.config.version_1_hash())(predictors)
+    assert load_predictors(predictors, model)[1].layers
+
+
 def change_calibration(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     def apply(directory: Path) -> None:
         tensors = load_file(directory / "calibration.safetensors")

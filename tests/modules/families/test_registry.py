@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from modules.config import ModelConfig
+from modules.config import FlatFields, ModelConfig, flat_fields
 from modules.families.registry import in_family, to_hf_config
 from tests.modules.tiny_kinds import KINDS, LLAMA, LLAMA3_SCALING, OPT
 
@@ -24,7 +24,7 @@ def mixture(activation: str, positions: str, norm: str, **more: Any) -> ModelCon
         "norm": norm, "norm_eps": 1e-5, "activation": activation, "gated_mlp": activation == "silu",
         "positions": positions, "tie_word_embeddings": True, "word_embed_proj_dim": 32, "eos_token_ids": (0,),
     }  # fmt: skip
-    return ModelConfig(**{**values, **more})
+    return FlatFields(**{**values, **more}).config()
 
 
 MIXTURES = list(itertools.product(("relu", "silu"), ("learned", "rotary"), ("layer", "rms")))
@@ -69,8 +69,10 @@ def test_rope_scaling_of_a_mixture_comes_back() -> None:
     ],
 )
 def test_what_a_family_cannot_be_is_an_error(hf_config: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    flat = flat_fields(ModelConfig.from_hf(hf_config))
+    assert flat is not None
     with pytest.raises(ValueError, match=message):
-        to_hf_config(dataclasses.replace(ModelConfig.from_hf(hf_config), **change))
+        to_hf_config(dataclasses.replace(flat, **change).config())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,22 @@ def test_a_value_of_a_wrong_type_size_or_depth_is_one_line_that_names_its_key(hf
     deep: Any = []
     for _ in range(500):
         deep = [deep]
-    wrong = (None, "x", True, -7, 0.5, 1e30, 10**30, float("nan"), float("inf"), [None], [[2]], {}, {"a": deep}, deep)
+    wrong: tuple[Any, ...] = (
+        None,
+        "x",
+        True,
+        -7,
+        0.5,
+        1e30,
+        10**30,
+        float("nan"),
+        float("inf"),
+        [None],
+        [[2]],
+        {},
+        {"a": deep},
+        deep,
+    )
     for name in read:
         for value in wrong:
             with contextlib.suppress(ValueError):  # anything else is a fault of ours; some are right for some keys
@@ -156,5 +173,5 @@ def test_a_written_config_is_read_alike_by_older_and_newer_transformers() -> Non
         newer = {name: value for name, value in written.items() if name not in ("rope_theta", "rope_scaling")}
         assert ModelConfig.from_hf(older) == ModelConfig.from_hf(newer) == config
         theirs = AutoConfig.for_model(**deepcopy(older)).rope_parameters
-        assert theirs["rope_theta"] == config.rope_theta
+        assert config.rope is not None and theirs["rope_theta"] == config.rope.theta
         assert theirs == AutoConfig.for_model(**deepcopy(written)).rope_parameters

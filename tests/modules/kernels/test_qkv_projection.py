@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from modules.config import ModelConfig
 from modules.kernels import qkv_projection
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.qkv_projection import default_tuning, project_qkv
 from modules.positions import RotaryPositions, rotary_table
+from modules.specs import Rope
 from tests.modules.kernels import qkv_projection_cases as cases
 from tests.modules.kernels.compiled import compiles
 
@@ -36,11 +36,8 @@ def test_kernel_follows_the_equation_at_sizes_of_models(case: cases.Case, dtype:
 
 
 def test_table_holds_what_eager_attention_rotates_by() -> None:
-    hf = {"model_type": "llama", "vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1}
-    hf |= {"num_attention_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64}
-    config = ModelConfig.from_hf(hf)
-    cos, sin = RotaryPositions(config).cos_sin(torch.arange(40)[None], torch.float32)
-    table = rotary_table(config, 40, "cpu")
+    cos, sin = RotaryPositions(Rope(), 16).cos_sin(torch.arange(40)[None], torch.float32)
+    table = rotary_table(Rope(), 16, 40, "cpu")
     assert (table.shape, table.dtype) == ((2, 40, 8), torch.float32)
     assert torch.equal(table, torch.stack((cos[0, 0, :, :8], sin[0, 0, :, 8:])))
 

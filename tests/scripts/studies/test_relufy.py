@@ -27,7 +27,7 @@ def small_model(folder: Path, activation: str = "silu") -> Path:
     """A Llama that has learnt nothing, with a tokenizer of its own."""
     tokenizer = train_tokenizer(iter([" ".join(WORDS)] * 4), 290)
     shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "eos_token_ids": (0,), "bos_token_id": 0}
-    model = initialised_model(in_family(replace(mixture("silu", "rotary", "rms", **shape), activation=activation)))
+    model = initialised_model(in_family(mixture(activation, "rotary", "rms", gated_mlp=True, **shape)))
     tokenizer.save_pretrained(folder / "tokenizer")
     write_model(model, folder / "model", model_id="small", other_files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"
