@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from analysis.drift_distance_facts import distance_facts
 from analysis.effects import ReportedEffects, reported_effects
 from analysis.intervals import Estimate, estimate_of
 from analysis.results import Record
@@ -25,6 +24,7 @@ from analysis.studies import (
     compared_models,
     cosine_records,
     cosines,
+    distance_facts,
     lost_by_layer,
     pooled,
     usual_density,
@@ -107,8 +107,8 @@ def plot_distance(records: Sequence[Record]) -> Figure | None:
     for found in facts:
         colour, marker = BLOCK_STYLES[found.block]
         draw_estimates(axes, found.recall, BLOCKS[found.block], colour, marker, scale=100)
-        own = {lookahead: 100 * (1 - missed.value) for lookahead, missed in found.missed.items()}
-        static = {lookahead: 100 * share for lookahead, share in found.static_recall.items()}
+        own = {lookahead: 100 * own.value for lookahead, own in found.own.items()}
+        static = {lookahead: 100 * share.value for lookahead, share in found.static.items()}
         for line, dash in ((own, "--"), (static, ":")):
             axes.plot(list(line), list(line.values()), color=colour, linestyle=dash, linewidth=1)
     for dash, label in (("--", "own input, same layers"), (":", "the same units always")):

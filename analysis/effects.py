@@ -17,30 +17,18 @@ from typing import Any
 from analysis.comparison import latest_records
 from analysis.intervals import Estimate, estimate_of, mean_with_interval
 from analysis.results import Record
-from analysis.studies import BLOCKS, DENSITY_LABELS, FACTORS, chosen, is_of_lookahead_study, usual_density
+from analysis.studies import (
+    BLOCKS,
+    DENSITY_LABELS,
+    FACTORS,
+    Levels,
+    Outcome,
+    chosen,
+    of_study,
+    outcome_values,
+    usual_density,
+)
 from data.student_t import CONFIDENCE
-
-Levels = tuple[str, ...]  # one level a factor, in the order of FACTORS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One number that every model of the experiment has: a metric and the labels that tell it from its others."""
-
-    metric: str
-    labels: tuple[tuple[str, Any], ...] = ()
-
-    def matches(self, record: Record) -> bool:
-        """Whether a record is of this outcome; records of other factor levels and seeds are, too."""
-        return record["metric"] == self.metric and all(
-            record["labels"].get(name) == setting for name, setting in self.labels
-        )
-
-    def value(self, record: Record) -> float:
-        """Perplexities are compared as logarithms (nats), of ratios to dense where they have one."""
-        if self.metric != "perplexity":
-            return float(record["value"])
-        return math.log(record["ratio"] if record.get("ratio") is not None else record["value"])
 
 
 def lookahead_outcome(metric: str, block: str, lookahead: int, density: float | None) -> Outcome:
@@ -127,35 +115,6 @@ def factor_effects(records: Sequence[Record], outcome: Outcome) -> FactorEffects
     )
 
 
-def outcome_values(records: Sequence[Record], outcome: Outcome) -> dict[int, dict[Levels, float]]:
-    """The outcome by seed and levels.
-
-    Models trained on different texts are experiments of their own, never one: of several that have the outcome, the
-    one with the most models (then the newest).
-    """
-    by_text: dict[Any, list[Record]] = {}
-    for record in latest_records(record for record in records if record["name"] == "ablation"):
-        if outcome.matches(record):
-            by_text.setdefault(record["labels"].get("text"), []).append(record)
-    found: dict[int, dict[Levels, float]] = {}
-    for record in max(by_text.values(), key=_extent, default=()):
-        labels = record["labels"]
-        levels = tuple(labels.get(factor) for factor in FACTORS)
-        if not all(level in known for level, known in zip(levels, FACTORS.values(), strict=True)):
-            continue
-        cells = found.setdefault(int(labels.get("seed") or 0), {})
-        if levels in cells:
-            told = ", ".join(f"{name} {setting}" for name, setting in labels.items())
-            raise ValueError(f"several values of {outcome.metric} for one model of the ablation ({told})")
-        cells[levels] = outcome.value(record)
-    return found
-
-
-def _extent(records: Sequence[Record]) -> tuple[int, str]:
-    """Of one experiment's records of an outcome: how many, and their newest date."""
-    return len(records), max(str(record["environment"].get("date") or "") for record in records)
-
-
 def _pairs(settings: set[Levels], factor: int) -> list[tuple[Levels, Levels]]:
     """Models that differ in one factor only: (at its first level, at its second)."""
     first, second = list(FACTORS.values())[factor]
@@ -222,6 +181,11 @@ class ReportedEffects:
     scale: float
     effects: FactorEffects
 
+    def is_of_neurons(self, metric: str) -> bool:
+        """Whether it is this number of the MLPs' neurons."""
+        outcome = self.effects.outcome
+        return outcome.metric == metric and dict(outcome.labels).get("block") == "mlp"
+
 
 def reported_effects(records: Sequence[Record]) -> list[ReportedEffects]:
     """All outcomes that the ablation's records hold; first recall of neurons, which the verdict is about."""
@@ -248,9 +212,7 @@ def _prediction_outcomes(records: Sequence[Record]) -> Iterable[tuple[str, Outco
         ("r_gain_share", "share of what always the same {units} miss that is found at R picks, look-ahead {lookahead}"),
     ):
         for block, units in BLOCKS.items():
-            studied = [
-                record for record in chosen(records, metric, block=block) if is_of_lookahead_study(record, block)
-            ]
+            studied = chosen(of_study(records, block), metric)
             density = usual_density(studied, block)
             at_density = chosen(studied, metric, **{DENSITY_LABELS[block]: density})
             known = (record["labels"].get("lookahead") for record in at_density)

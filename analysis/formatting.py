@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EMPTY_CELL = "–"
 
@@ -18,6 +18,12 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
+
+    def without_empty_columns(self, *, keep: int = 0) -> Table:
+        """The table without columns that say nothing, but for the first `keep`."""
+        used = [i for i in range(len(self.columns)) if i < keep or any(row[i] != EMPTY_CELL for row in self.rows)]
+        columns, *rows = (tuple(cells[i] for i in used) for cells in (self.columns, *self.rows))
+        return replace(self, columns=columns, rows=tuple(rows))
 
     def to_markdown(self) -> str:
         lines = [f"**{_escape_markdown(self.title)}**", ""] if self.title else []

@@ -1,4 +1,4 @@
-"""Estimates with their 95 % intervals: Student's t over few replicates, differences, shares of a loss."""
+"""Estimates with 95 % intervals: Student's t over few replicates, differences, shares; and how they are printed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,9 @@ class Estimate:
         """Whether no effect is among what the interval allows; without an interval everything is."""
         return self.low is None or self.high is None or self.low <= 0 <= self.high
 
-    @property
-    def largest(self) -> float:
-        """The largest size of effect, of either sign, that the interval allows."""
-        return math.inf if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
-
     def __add__(self, shift: float) -> Estimate:
         low, high = (None if end is None else end + shift for end in (self.low, self.high))
         return Estimate(value=self.value + shift, low=low, high=high)
-
-    def __rsub__(self, whole: float) -> Estimate:
-        return -self + whole
 
     def __neg__(self) -> Estimate:
         return Estimate(
@@ -76,34 +68,18 @@ def difference(after: Estimate, before: Estimate) -> Estimate:
     )
 
 
-def share_of_loss(part: Estimate, rest: Estimate) -> Estimate | None:
-    """part / (part + rest): how much of a loss comes from one cause; `rest` is what is lost without it.
-
-    From the far ends of both intervals, which hold together at 90 % or more. None where nothing in all may be lost.
-    """
-    return _far_ends(part, rest, lambda one, other: one + other)
-
-
 def share_of_gain(part: Estimate, gain: Estimate) -> Estimate | None:
-    """part / gain: how much of a gain a cause takes away, by the far ends of both intervals.
+    """part / gain: how much of a gain a cause takes away, at its least and its most over all corners of both intervals.
 
-    Wider than if both were drawn together. None where there may be no gain at all.
+    Wider than if both were drawn together. An end that is not known is the value. None where there may be no gain.
     """
-    return _far_ends(part, gain, lambda _, gain: gain)
-
-
-def _far_ends(part: Estimate, other: Estimate, whole: Callable[[float, float], float]) -> Estimate | None:
-    """part / whole(part, other) at its values and, over all corners of the two intervals, at its least and its most.
-
-    An end that is not known is the value. None unless the whole is positive all over, where the share has no bounds.
-    """
-    parts, others = ([end.value if bound is None else bound for bound in (end.low, end.high)] for end in (part, other))
-    if min(whole(one, another) for one in (part.value, *parts) for another in (other.value, *others)) <= 0:
+    parts, gains = ([end.value if bound is None else bound for bound in (end.low, end.high)] for end in (part, gain))
+    if min(gain.value, *gains) <= 0:
         return None
-    value = part.value / whole(part.value, other.value)
+    value = part.value / gain.value
     if part.low is None or part.high is None:
         return Estimate(value=value, low=None, high=None)
-    ends = [one / whole(one, another) for one in parts for another in others]
+    ends = [one / whole for one in parts for whole in gains]
     return Estimate(value=value, low=min(ends), high=max(ends))
 
 
@@ -125,3 +101,31 @@ def _ranks(numbers: Sequence[float]) -> list[float]:
     """Ranks from 1; equal numbers share the mean of theirs."""
     ordered = sorted(numbers)
     return [ordered.index(number) + (ordered.count(number) + 1) / 2 for number in numbers]
+
+
+def with_interval(estimate: Estimate, unit: str = "", *, scale: float = 1.0, signed: bool = False) -> str:
+    """'12.3 points [11.8, 12.9]': as many digits as the interval's width earns, its ends rounded outwards."""
+    sign, unit = "+" if signed else "", unit and f" {unit}"
+    if estimate.low is None or estimate.high is None:
+        return f"{scale * estimate.value:{sign}.4g}{unit} (no interval)"
+    low, high = scale * estimate.low, scale * estimate.high
+    if low == high:
+        return f"{scale * estimate.value:{sign}.4g}{unit} [{low:{sign}.4g}, {high:{sign}.4g}]"
+    # Two digits of the width, as far as they are worth reading: hundredths of a percent.
+    decimals = min(4 if scale == 1 else 2, max(0, 1 - math.floor(math.log10(high - low))))
+    # An end that is not 0 must not be printed as 0: it would be read as no effect found.
+    while (low > 0 and not _rounded(low, decimals, math.floor)) or (
+        high < 0 and not _rounded(high, decimals, math.ceil)
+    ):
+        decimals += 1
+    ends = _rounded(low, decimals, math.floor), _rounded(high, decimals, math.ceil)
+    value, *told = (f"{end:{sign}.{decimals}f}" for end in (round(scale * estimate.value, decimals) + 0.0, *ends))
+    return f"{value}{unit} [{', '.join(told)}]"
+
+
+def _rounded(number: float, decimals: int, towards: Callable[[float], int]) -> float:
+    # What is a whole number of the last digit, but for float arithmetic, stays so.
+    nearest = round(number * 10**decimals)
+    is_whole = math.isclose(number * 10**decimals, nearest, rel_tol=1e-9, abs_tol=1e-9)
+    # Without -0.0, which would be printed as such.
+    return (nearest if is_whole else towards(number * 10**decimals)) / 10**decimals + 0.0

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
-from analysis.drift_tables import VERDICT_TITLE
-from analysis.drift_verdict import answers
+from analysis.drift import VERDICT_TITLE, answers
 from analysis.plots import all_figures
 from analysis.results import Record
 from analysis.tables import all_tables, environment_lines, section_title
@@ -34,8 +33,9 @@ DEFINITIONS = {
     "itself, as it would when decoded).",
     "Look-ahead": "how many layers back a predictor reads. What it loses to it is measured with the same predictor on "
     "the same tokens.",
-    "Gain": "a predictor's recall without look-ahead minus that of the same units for every token. Hardly means that "
-    "less than a twentieth is lost, in part less than half, by the whole interval.",
+    "Gain": "a predictor's recall without look-ahead minus that of the same units for every token. Distance explains a "
+    "loss (yes) where it takes more than half of the gain by the whole interval, and does not (no) where it takes less "
+    "than a twentieth, or where no loss was found and none of half is left open.",
     "Ceiling": "the fastest that this card was seen to read memory, or to multiply matrices.",
     "Calls": "processes that measured the same thing: numbers are medians over them, beside the lowest and highest.",
     "Intervals": "95 %: of a perplexity's ratio and of one model's drift a bootstrap over windows of text, with the "
@@ -43,7 +43,29 @@ DEFINITIONS = {
     "differences between models that differ in one factor only were averaged over the other factors.",
 }
 
-PAGE = """<!DOCTYPE html>
+PAGE = """{% macro show(table, section="") %}
+{% set numeric = table.numeric_columns() %}
+{% if table.title != section %}<h3>{{ table.title }}</h3>{% endif %}
+
+<div class="scroll"><table>
+<thead><tr>
+{% for column in table.columns %}
+<th{% if numeric[loop.index0] %} class="number"{% endif %}>{{ column }}</th>
+{% endfor %}
+</tr></thead>
+<tbody>
+{% for row in table.rows %}
+<tr>
+{% for cell in row %}
+<td{% if numeric[loop.index0] %} class="number"{% endif %}>{{ cell }}</td>
+{% endfor %}
+</tr>
+{% endfor %}
+</tbody></table></div>
+{% if table.caption %}<p class="caption">{{ table.caption }}</p>{% endif %}
+
+{% endmacro %}
+<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -75,32 +97,12 @@ PAGE = """<!DOCTYPE html>
 <p class="caption">{{ num_records }} result records. {{ environments | join("; ") }}.</p>
 {% if answers %}<h2>{{ verdict_title }}</h2>{% endif %}
 {% for answer in answers %}
-{% for paragraph in answer.text.split("\\n\\n") %}
-<p>{% if loop.first %}<strong>{{ answer.question }}</strong> {% endif %}{{ paragraph }}</p>
+<p><strong>{{ answer.question }}</strong> {{ answer.text }}</p>
 {% endfor %}
-{% endfor %}
+{% for answer in answers if answer.table %}{{ show(answer.table) }}{% endfor %}
 {% for name, tables in sections.items() %}
 <h2>{{ section_title(name) }}</h2>
-{% for table in tables %}
-{% if table.title != name %}<h3>{{ table.title }}</h3>{% endif %}
-{% set numeric = table.numeric_columns() %}
-<div class="scroll"><table>
-<thead><tr>
-{% for column in table.columns %}
-<th{% if numeric[loop.index0] %} class="number"{% endif %}>{{ column }}</th>
-{% endfor %}
-</tr></thead>
-<tbody>
-{% for row in table.rows %}
-<tr>
-{% for cell in row %}
-<td{% if numeric[loop.index0] %} class="number"{% endif %}>{{ cell }}</td>
-{% endfor %}
-</tr>
-{% endfor %}
-</tbody></table></div>
-{% if table.caption %}<p class="caption">{{ table.caption }}</p>{% endif %}
-{% endfor %}
+{% for table in tables %}{{ show(table, name) }}{% endfor %}
 {% endfor %}
 {% if images %}<h2>Plots</h2>{% endif %}
 {% for caption, image in images.items() %}

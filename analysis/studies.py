@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from analysis.comparison import latest_records
-from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation
+from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation, share_of_gain
 from analysis.results import Record, read_records
 
 STUDY_NAMES = ("drift", "ablation", "relufication")
@@ -26,6 +28,10 @@ USUAL_DENSITY = 0.5
 COSINE_POINTS = ("after_attention", "block_input")
 COSINE_VARIANTS = ("raw", "centred", "standardised", "no_massive")
 CONDITION_LABELS = ("corpus", "dtype", "seed", "window", "tp_size", "pp_size", "dp_size")
+Levels = tuple[str, ...]  # one level a factor, in the order of FACTORS
+# Numbers by look-ahead, out of records of one study, one rank and one metric.
+ByLookahead = Mapping[int, Estimate]
+Reader = Callable[[Sequence[Record], str], dict[int, Estimate]]
 # Fewer layers say nothing about a rank correlation.
 LEAST_LAYERS = 8
 
@@ -142,14 +148,16 @@ def usual_density(records: Sequence[Record], block: str) -> float | None:
     return min(densities, key=lambda density: abs(density - USUAL_DENSITY), default=None)
 
 
-def is_of_lookahead_study(record: Record, block: str) -> bool:
-    """Whether a record says what the predictor of a kind of block loses to look-ahead."""
-    return record["labels"].get("study") == "lookahead" and record["labels"].get("block") == block
+def of_study(records: Sequence[Record], block: str, study: str = "lookahead") -> list[Record]:
+    """The records of what the predictors of one kind of block do when one thing varies."""
+    return [
+        record for record in records if (record["labels"].get("study"), record["labels"].get("block")) == (study, block)
+    ]
 
 
-def at_usual_density(records: Sequence[Record], block: str) -> list[Record]:
-    """Of the look-ahead study of a kind of block, the records at the usual density."""
-    studied = [record for record in records if is_of_lookahead_study(record, block)]
+def at_usual_density(records: Sequence[Record], block: str, study: str = "lookahead") -> list[Record]:
+    """Of a study of a kind of block, the records at the usual density."""
+    studied = of_study(records, block, study)
     density = usual_density(studied, block)
     return [record for record in studied if record["labels"].get(DENSITY_LABELS[block]) == density]
 
@@ -208,3 +216,175 @@ def layer_correlation(records: Sequence[Record], block: str = "mlp") -> tuple[in
         if len(pairs) >= LEAST_LAYERS:
             return lookahead, len(pairs), rank_correlation(pairs)
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One number that every model of the experiment has: a metric and the labels that tell it from its others."""
+
+    metric: str
+    labels: tuple[tuple[str, Any], ...] = ()
+
+    def matches(self, record: Record) -> bool:
+        """Whether a record is of this outcome; records of other factor levels and seeds are, too."""
+        return record["metric"] == self.metric and all(
+            record["labels"].get(name) == setting for name, setting in self.labels
+        )
+
+    def value(self, record: Record) -> float:
+        """Perplexities are compared as logarithms (nats), of ratios to dense where they have one."""
+        if self.metric != "perplexity":
+            return float(record["value"])
+        return math.log(record["ratio"] if record.get("ratio") is not None else record["value"])
+
+
+def outcome_values(records: Sequence[Record], outcome: Outcome) -> dict[int, dict[Levels, float]]:
+    """The outcome by seed and levels.
+
+    Models trained on different texts are experiments of their own, never one: of several that have the outcome, the
+    one with the most models (then the newest).
+    """
+    by_text: dict[Any, list[Record]] = {}
+    for record in latest_records(record for record in records if record["name"] == "ablation"):
+        if outcome.matches(record):
+            by_text.setdefault(record["labels"].get("text"), []).append(record)
+    found: dict[int, dict[Levels, float]] = {}
+    for record in max(by_text.values(), key=_extent, default=()):
+        labels = record["labels"]
+        levels = tuple(labels.get(factor) for factor in FACTORS)
+        if not all(level in known for level, known in zip(levels, FACTORS.values(), strict=True)):
+            continue
+        cells = found.setdefault(int(labels.get("seed") or 0), {})
+        if levels in cells:
+            told = ", ".join(f"{name} {setting}" for name, setting in labels.items())
+            raise ValueError(f"several values of {outcome.metric} for one model of the ablation ({told})")
+        cells[levels] = outcome.value(record)
+    return found
+
+
+def _extent(records: Sequence[Record]) -> tuple[int, str]:
+    """Of one experiment's records of an outcome: how many, and their newest date."""
+    return len(records), max(str(record["environment"].get("date") or "") for record in records)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistanceFacts:
+    """What one model, or the mean over the models of the ablation, loses to look-ahead in one kind of block.
+
+    All by look-ahead. `lost`: recall at look-ahead 0 minus recall at that one, on the same tokens and layers. On those
+    layers, at look-ahead 0: `own`, the recall; `gain`, the recall minus `static`, that of the same units for every
+    token. `loss`: ln(perplexity / dense); `loss_rise`: that minus the one at look-ahead 0, on the same text. `rank` and
+    `calibration_tokens`: of the predictors, None where they differ.
+    """
+
+    subject: str
+    block: str
+    density: float | None
+    rank: int | None
+    calibration_tokens: int | None
+    recall: ByLookahead
+    static: ByLookahead
+    lost: ByLookahead
+    own: ByLookahead
+    gain: ByLookahead
+    loss: ByLookahead
+    loss_rise: ByLookahead
+
+    def share(self, lookahead: int) -> Estimate | None:
+        """What distance takes of the gain; None where none is known."""
+        return share_of_gain(self.lost[lookahead], self.gain[lookahead]) if lookahead in self.gain else None
+
+
+def distance_facts(subject: str, records: Sequence[Record], block: str) -> DistanceFacts | None:
+    """Of one model's records; None where the look-ahead study is not among them."""
+    return _facts(subject, at_usual_density(records, block), block, _of_one_model)
+
+
+def at_largest_rank(subject: str, records: Sequence[Record], block: str) -> DistanceFacts | None:
+    """Of the rank study's predictors of the largest rank; None unless it is larger than the look-ahead study's."""
+    studied = at_usual_density(records, block, "rank")
+    usual = by_label(at_usual_density(records, block), "predictor_rank")
+    largest = max(by_label(chosen(studied, "recall_drop"), "predictor_rank"), default=0)
+    of_rank = [record for record in studied if record["labels"].get("predictor_rank") == largest]
+    return _facts(subject, of_rank, block, _of_one_model) if largest > max(usual, default=largest) else None
+
+
+def ablation_distance_facts(records: Sequence[Record], block: str) -> DistanceFacts | None:
+    """The mean over all models of the ablation, with an interval over its seeds; None without such records."""
+    studied = at_usual_density([record for record in records if record["name"] == "ablation"], block)
+    num_models = 0
+
+    def of_ablation(found: Sequence[Record], metric: str) -> dict[int, Estimate]:
+        nonlocal num_models
+        means = {}
+        for lookahead in by_label(chosen(found, metric), "lookahead"):
+            cells = outcome_values(found, Outcome(metric=metric, labels=(("lookahead", lookahead),)))
+            kinds = set().union(*cells.values())
+            complete = [of_seed for of_seed in cells.values() if set(of_seed) == kinds]
+            if complete:
+                means[lookahead] = mean_with_interval([mean(of_seed.values()) for of_seed in complete])
+                num_models = max(num_models, len(complete) * len(kinds))
+        return means
+
+    facts = _facts("", studied, block, of_ablation)
+    if facts is None or not num_models:
+        return None
+    return DistanceFacts(**{**vars(facts), "subject": f"mean of the {num_models} models of the ablation"})
+
+
+def _facts(subject: str, studied: Sequence[Record], block: str, read: Reader) -> DistanceFacts | None:
+    if not studied:
+        return None
+
+    def only(label: str) -> Any:
+        values = {record["labels"].get(label) for record in studied}
+        return values.pop() if len(values) == 1 else None
+
+    def of_same_layers(found: ByLookahead) -> ByLookahead:
+        """What is lost added again, with the interval of what was found."""
+        return {key: found[key] + less.value for key, less in lost.items() if key in found}
+
+    recall, lost, against = read(studied, "recall"), read(studied, "recall_drop"), _against_static(studied)
+    return DistanceFacts(
+        subject=subject,
+        block=block,
+        density=usual_density(studied, block),
+        rank=only("predictor_rank"),
+        calibration_tokens=only("calibration_tokens"),
+        recall=recall,
+        static=read(against, "static"),
+        lost=lost,
+        own=of_same_layers(recall),
+        gain=of_same_layers(read(against, "gain")),
+        loss=read(studied, "perplexity"),
+        loss_rise=read(studied, "loss_rise"),
+    )
+
+
+def _of_one_model(records: Sequence[Record], metric: str) -> dict[int, Estimate]:
+    found = by_label(chosen(records, metric), "lookahead")
+    if metric == "perplexity":
+        return {lookahead: _log_estimate(record) for lookahead, record in found.items() if record.get("baseline")}
+    return {lookahead: estimate_of(record) for lookahead, record in found.items()}
+
+
+def _log_estimate(record: Record) -> Estimate:
+    """ln(perplexity / dense) of a record; its interval from `ratio_interval`, which is paired, or else `interval`."""
+    dense = record["baseline"]["value"]
+    ends = record.get("ratio_interval") or [end / dense for end in record.get("interval") or ()]
+    low, high = map(math.log, ends) if ends else (None, None)
+    return Estimate(value=math.log(record["value"] / dense), low=low, high=high)
+
+
+def _against_static(records: Sequence[Record]) -> list[Record]:
+    """Of recalls that say what the same units for every token have: records of that ("static"), and of what is gained
+    ("gain"). Records have no interval of the former, so the gain is as uncertain as the recall."""
+    found = []
+    for record in chosen(records, "recall"):
+        baseline = record.get("baseline") or {}
+        if baseline.get("name") == "static":
+            static = baseline["value"]
+            ends = [end - static for end in record.get("interval") or ()] or None
+            found.append({**record, "metric": "static", "value": static, "interval": None})
+            found.append({**record, "metric": "gain", "value": record["value"] - static, "interval": ends})
+    return found

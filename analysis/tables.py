@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from analysis import accuracy, drift_tables, rivals, speed_tables
+from analysis import accuracy, drift, rivals, speed_tables
 from analysis.comparison import (
     Comparison,
     compare,
@@ -19,7 +19,7 @@ from analysis.comparison import (
     shared_settings,
     with_one_ceiling,
 )
-from analysis.drift_verdict import verdict
+from analysis.drift import verdict
 from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_range, format_ratio, format_share
 from analysis.method_styles import RIVALS
 from analysis.results import Record
@@ -234,7 +234,7 @@ def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
         elif snippet == speed_tables.COMMUNICATION:
             tables[snippet] = speed_tables.communication_tables(chosen)
         elif snippet in STUDY_NAMES:
-            tables[snippet] = drift_tables.study_tables(snippet, chosen)
+            tables[snippet] = drift.study_tables(snippet, chosen)
         else:
             tables[snippet] = [record_table(chosen, snippet)]
     return {snippet: found for snippet, found in tables.items() if found}
@@ -249,14 +249,14 @@ def quality_tables(records: Sequence[Record]) -> list[Table]:
 
 def section_title(name: str) -> str:
     titles = {"main": "Quality and speed", accuracy.ACCURACY: "Accuracy", rivals.EQUAL_BYTES: "At equal bytes"}
-    return (titles | drift_tables.SECTION_TITLES).get(name, name)
+    return (titles | drift.SECTION_TITLES).get(name, name)
 
 
 def summary_markdown(records: Sequence[Record]) -> str:
     """All tables and the environments as one Markdown page."""
     parts = ["# Results"]
     if answered := verdict(records):
-        parts += [f"## {drift_tables.VERDICT_TITLE}", answered]
+        parts += [f"## {drift.VERDICT_TITLE}", answered]
     for name, tables in all_tables(records).items():
         parts.append(f"## {section_title(name)}")
         for table in tables:
@@ -332,7 +332,7 @@ def update_readmes(
         measured = f"Measured on {'; '.join(lines)}."
         snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
     if answered := verdict(records):
-        snippets[drift_tables.VERDICT_NAME] = answered
+        snippets[drift.VERDICT_NAME] = answered
     if unknown := [name for name in only if name not in snippets]:
         raise ValueError(f"tables {', '.join(unknown)}: these records make {', '.join(snippets) or 'none'}")
     snippets = {name: snippet for name, snippet in snippets.items() if not only or name in only}

@@ -18,7 +18,7 @@ from typing import Any
 
 from loguru import logger
 
-from analysis.drift_verdict import verdict
+from analysis.drift import verdict
 from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import Record

@@ -40,7 +40,7 @@ def test_the_notebook_runs_on_the_records_it_is_given(tmp_path: Path, monkeypatc
     shown = [output.data for output in outputs if output.output_type == "display_data"]
     assert sum("image/png" in data for data in shown) == 7
     pages = [data["text/markdown"] for data in shown if "text/markdown" in data]
-    assert pages[0].startswith("**Does drift explain it?** ") and "\n\nOther, closed-form" in pages[0]
+    assert pages[0].startswith("**Does drift explain it?** ") and "| Other |" in pages[0]
     assert any("Other: what distance costs" in page for page in pages)
 
 

@@ -1,170 +1,162 @@
-"""The verdict is made from the numbers: its wording at both sides of each decision, and what it says is missing."""
+"""The verdict: its answers at both sides of each decision, the numbers that they stand on, what it says is missing."""
 
 from __future__ import annotations
 
 import pytest
 
-from analysis.drift_verdict import answers, verdict
+from analysis.drift import Answer, answers, judge, study_tables, verdict
 from analysis.effects import reported_effects
+from analysis.intervals import Estimate
 from analysis.results import Record, make_record
 from tests.analysis.made_up_drift import ablation, lookahead_record, record
 
-QUESTIONS = [
-    "Does drift explain it?",
-    "Does the activation function explain it?",
-    "Does RoPE explain it?",
-    "Does the norm explain it?",
-]
+DRIFT = "Does drift explain it?"
+FACTORS = [f"Does {factor} explain it?" for factor in ("the activation function", "RoPE", "the norm")]
+ACTIVATION, ROPE, NORM = FACTORS
+LAYERS, MOST = "Do layers that drift more lose more?", "Which factor moves recall of neurons most?"
 
 
-def distance(drop: float, half: float | None, *, recall: float = 0.7, far: float = 0.1) -> list[Record]:
-    """Recall of neurons at look-ahead 0, 1 and 4, whose loss at 1 has an interval of so much to either side."""
+def answered(*records: Record) -> dict[str, Answer]:
+    return {answer.question: answer for answer in answers(records)}
+
+
+def text_of(question: str, *records: Record) -> str:
+    return answered(*records)[question].text
+
+
+def rows_of(answer: Answer) -> list[dict[str, str]]:
+    assert answer.table is not None
+    return [dict(zip(answer.table.columns, row, strict=True)) for row in answer.table.rows]
+
+
+def distance(drop: float, half: float | None, *, far: float = 0.1, **labels: object) -> list[Record]:
+    """Recall of neurons at look-ahead 0, 1 and 4, 0.2 above the same units always; the loss at 1 so uncertain."""
+    recalls = [lookahead_record("recall", at, 0.7 - less, 0.01, **labels) for at, less in ((0, 0), (1, drop), (4, far))]
     return [
-        lookahead_record("recall", 0, recall, 0.01),
-        lookahead_record("recall", 1, recall - drop, 0.01),
-        lookahead_record("recall", 4, recall - far, 0.01),
-        lookahead_record("recall_drop", 1, drop, half),
-        lookahead_record("recall_drop", 4, far, 0.02),
+        *({**each, "baseline": {"name": "static", "value": 0.5}} for each in recalls),
+        lookahead_record("recall_drop", 1, drop, half, **labels),
+        lookahead_record("recall_drop", 4, far, 0.02, **labels),
     ]
 
 
-def texts(records: list[Record]) -> dict[str, str]:
-    return {answer.question: answer.text for answer in answers(records)}
+def recalls_with_true_sets(effect: float = -0.1, noise: float = 0.001, silu: float = 0.5) -> list[Record]:
+    """Recall 0.8 with ReLU; 30 % and `silu` of the neurons are true, so precision is 0.48 and 2 * silu * recall."""
+    return [
+        {**each, "true_density": silu if each["labels"]["activation"] == "silu gated" else 0.3}
+        for each in ablation({"activation": effect}, noise=noise)
+    ]
 
 
-def test_records_of_other_studies_have_no_verdict() -> None:
+def r_precisions(effect: float, noise: float = 0.0, seeds: int = 3) -> list[Record]:
+    found = ablation({"activation": effect}, noise=noise, metric="r_precision", seeds=seeds)
+    return [{**each, "baseline": {"name": "static", "value": 0.6}} for each in found]
+
+
+def test_records_of_other_studies_have_no_verdict_and_each_question_says_what_is_missing() -> None:
     assert verdict([]) == "" and answers([]) == []
     assert verdict([make_record("perplexity", {"model": "Small"}, "perplexity", 20.0, "")]) == ""
-
-
-def test_each_question_has_a_paragraph_that_says_what_is_missing() -> None:
     cosine = {"point": "block_input", "lookahead": 1, "variant": "raw", "tokens": "all"}
-    found = texts([record("drift", "cosine", 0.95, interval=(0.94, 0.96), model="Small", **cosine)])
-    assert list(found) == QUESTIONS
-    assert found[QUESTIONS[0]] == (
-        "These records cannot tell: they lack what a predictor loses to look-ahead (recall_drop of the look-ahead "
-        "study). Small: Cosine of states one layer apart: raw 0.950 [0.940, 0.960]. A cosine alone does not say what "
-        "a predictor loses."
-    )
-    for question in QUESTIONS[1:]:
-        assert found[question] == (
-            "These records cannot tell: they lack recall of neurons in models that differ in nothing else "
-            "(scripts.studies.ablation makes them)."
-        )
+    found = answered(record("drift", "cosine", 0.95, interval=(0.94, 0.96), model="Small", **cosine))
+    assert list(found) == [DRIFT, *FACTORS]
+    assert all(answer.text.startswith("These records cannot tell: ") for answer in found.values())
+    assert "they lack recall_drop of the look-ahead study" in found[DRIFT].text
+    assert all("scripts.studies.ablation" in found[factor].text for factor in FACTORS)
 
 
 @pytest.mark.parametrize(
-    ("drop", "half", "told"),
+    ("loss", "share", "judgement"),
     [
-        # 0.3 is missed without distance, as uncertain as the recall at 1: 0.01 / 0.31, 0.008 / 0.318, 0.012 / 0.302.
-        (0.01, 0.002, "hardly, 3.2 % [2.5, 4.0] of what is missed there."),
-        (0.01, 0.02, "no effect found, at most 3.0 points."),
-        # -0.02 / 0.28 is more than a twentieth, its interval is not wholly; -0.1 / 0.2 is.
-        (-0.02, 0.01, "no cost found, 2.0 points [1.0, 3.0] more."),
-        (-0.10, 0.01, "an improvement, 10.0 points [9.0, 11.0] more."),
-        # 0.30 / 0.60, 0.28 / 0.59, 0.32 / 0.61.
-        (0.30, 0.02, "in part, perhaps most, 50.0 % [47.4, 52.5] of what is missed there."),
-        (0.60, 0.02, "most of it, 66.7 % [65.1, 68.2] of what is missed there."),
-        (0.10, 0.20, "these records cannot tell, at most 30 points."),
-        (0.01, None, "these records cannot tell, 1 points (no interval) less."),
-    ],
-)  # fmt: skip
-def test_what_distance_costs_decides_whether_drift_explains_it(drop: float, half: float | None, told: str) -> None:
-    _, _, text = texts(distance(drop, half))[QUESTIONS[0]].partition("\n\n")
-    assert text == (
-        "Small, closed-form predictors, for this calibration text. Neurons (density 0.5): recall without distance is "
-        f"70.0 % [69.0, 71.0]. One layer back: {told} 4 layers back: in part, 25.0 % [20.5, 29.3] of what is missed "
-        "there. Intervals are 95 % each: of many, some miss."
-    )
-
-
-@pytest.mark.parametrize(
-    ("drop", "half", "answer"),
-    [
-        (0.01, 0.002, "No, one layer back; in part, 4 layers back: the largest"),
-        (0.01, 0.02, "No, one layer back; in part, 4 layers back: the largest"),
-        (0.60, 0.02, "Yes, one layer back; in part, 4 layers back: the largest"),
-        (0.10, 0.20, "These records cannot tell, one layer back; in part, 4 layers back: the largest"),
+        ((0.1, None, None), (0.2, None, None), "these records cannot tell"),
+        ((0.01, -0.001, 0.02), (0.1, -0.1, 0.49), "no"),
+        ((0.01, 0.0, 0.02), (0.1, 0.0, 0.51), "these records cannot tell"),
+        ((-0.01, -0.02, 0.0), (-0.1, -0.2, 0.0), "no"),
+        ((-0.01, -0.02, -0.001), (-0.1, -0.2, -0.051), "no"),
+        ((0.01, 0.001, 0.02), (0.02, 0.01, 0.04), "no"),
+        ((0.01, 0.001, 0.02), (0.02, 0.01, 0.05), "in part"),
+        ((0.01, 0.001, 0.02), (0.6, 0.5, 0.7), "in part"),
+        ((0.01, 0.001, 0.02), (0.6, 0.51, 0.7), "yes"),
+        ((0.01, 0.001, 0.02), None, "in part"),
+        ((0.01, -0.001, 0.02), None, "these records cannot tell"),
+        ((-0.01, -0.02, -0.001), None, "no"),
     ],
 )
-def test_the_answer_begins_with_yes_or_no_at_the_shortest_and_longest_distance(
-    drop: float, half: float, answer: str
+def test_a_judgement_is_no_stronger_than_both_intervals(
+    loss: tuple[float, float | None, float | None],
+    share: tuple[float, float | None, float | None] | None,
+    judgement: str,
 ) -> None:
-    assert texts(distance(drop, half))[QUESTIONS[0]].startswith(answer)
+    def estimate(value: float, low: float | None, high: float | None) -> Estimate:
+        return Estimate(value=value, low=low, high=high)
+
+    assert judge(estimate(*loss), None if share is None else estimate(*share)) == judgement
 
 
-def test_the_model_that_loses_most_decides() -> None:
-    other = [{**each, "labels": {**each["labels"], "model": "Other"}} for each in distance(0.3, 0.02)]
-    assert texts([*distance(0.01, 0.002), *other])[QUESTIONS[0]].startswith("In part, one layer back; in part, 4")
+@pytest.mark.parametrize(
+    ("drop", "half", "answer", "share"),
+    [
+        # The gain is 0.2, as uncertain as a recall: 0.004 / 0.2, 0.003 / 0.21, 0.005 / 0.19.
+        (0.004, 0.001, "No", "2.0 [1.4, 2.7]"),
+        (0.01, 0.02, "No", "5 [-6, 16]"),
+        (-0.10, 0.01, "No", "-50 [-58, -42]"),
+        (0.15, 0.01, "Yes", "75 [66, 85]"),
+        (0.10, 0.20, "These records cannot tell", "50 [-53, 158]"),
+        (0.01, None, "These records cannot tell", "5 (no interval)"),
+    ],
+)
+def test_the_answer_begins_with_yes_or_no_and_names_what_it_was_measured_on(
+    drop: float, half: float | None, answer: str, share: str
+) -> None:
+    found = answered(*distance(drop, half, predictor_rank=64, calibration_tokens=8192, corpus="a.txt"))[DRIFT]
+    value, rest = share.split(" ", 1)
+    told = f"closed-form predictors of neurons lose {value} % {rest} of what they gain over always the same units"
+    assert found.text.startswith(f"{answer}, one layer back: {told} (Small on a.txt); in part, 4 layers back: closed-")
+    near, far = rows_of(found)
+    assert (near["measured on"], near["rank"], near["layers back"]) == ("Small on a.txt", "64", "1")
+    assert near["of the gain (%)"] == share and near["drift explains it"] == answer.lower()
+    assert near["recall, own layer (%)"] == "70.0 [69.0, 71.0]" and near["always the same units (%)"] == "50.0"
+    assert far["lost to distance (points)"] == "+10.0 [+8.0, +12.0]" and far["drift explains it"] == "in part"
+    assert found.table is not None and "density 0.5, calibrated on 8192 tokens" in found.table.caption
 
 
-def test_the_answer_names_the_predictors_that_it_was_measured_on() -> None:
-    answer = texts(distance(0.01, 0.002))[QUESTIONS[0]].partition(".")[0]
-    assert answer.endswith("the largest loss of recall found here, of closed-form predictors, decides")
-
-
-def gaining(*records: Record, static: float = 0.6) -> list[Record]:
-    """With the recall of the same units for every token, a rank and an amount of text."""
-    baseline = {"name": "static", "value": static}
-    settings = {"predictor_rank": 64, "calibration_tokens": 8192}
-    return [
-        {
-            **each,
-            "labels": {**settings, **each["labels"]},
-            "baseline": baseline if each["metric"] == "recall" else each["baseline"],
-        }
-        for each in records
+def test_the_model_that_loses_most_decides_and_the_largest_rank_has_a_row() -> None:
+    ranked = [
+        {**each, "labels": {**each["labels"], "study": "rank", "predictor_rank": rank}}
+        for rank in (16, 256)
+        for each in distance(0.004, 0.001, far=0.05)
     ]
+    records = [*distance(0.004, 0.001, predictor_rank=64), *distance(0.06, 0.01, model="Other", predictor_rank=64)]
+    found = answered(*records, *ranked)[DRIFT]
+    assert found.text.startswith("In part, one layer back: closed-form predictors of neurons lose 30 % ")
+    assert "(Other)" in found.text and "of 2 losses the largest decides" in found.text
+    assert [(row["measured on"], row["rank"], row["layers back"]) for row in rows_of(found)] == [
+        ("Small", "64", "1"), ("Small", "64", "4"), ("Other", "64", "1"), ("Other", "64", "4"), ("Small", "256", "4"),
+    ]  # fmt: skip
+    smaller = [each for each in ranked if each["labels"]["predictor_rank"] == 16]
+    assert {row["rank"] for row in rows_of(answered(*records, *smaller)[DRIFT])} == {"64"}
 
 
-def test_where_the_gain_over_always_the_same_units_is_known_its_share_is_told() -> None:
-    ranked = {"study": "rank", "calibration_tokens": 8192}
-    more = [
-        lookahead_record(metric, 2, value, 0.01, **ranked, predictor_rank=rank)
-        for rank, recall, drop in ((16, 0.65, 0.01), (256, 0.75, 0.05))
-        for metric, value in (("recall", recall), ("recall_drop", drop))
-    ]
-    _, _, text = texts(gaining(*distance(0.004, 0.001, far=0.1), *more))[QUESTIONS[0]].partition("\n\n")
-    # Of a gain of 0.1: 0.004 / 0.1, 0.003 / 0.11, 0.005 / 0.09, and all of it; 0.05 / 0.2, 0.04 / 0.21, 0.06 / 0.19.
-    assert text.startswith(
-        "Small, closed-form predictors, for this calibration text (8192 tokens). Their gain is recall above that "
-        "of always the same units. Neurons (rank 64, density 0.5): recall without distance is 70.0 % [69.0, 71.0], "
-        "60.0 % with always the same. One layer back: in part, 4.0 % [2.7, 5.6] of the gain is lost. "
-        "4 layers back: most of it, 100 % [72, 134] of the gain. "
-        "2 layers back at rank 256, the largest measured: 25 % [19, 32] of the gain. Intervals"
-    )
-    small = texts(gaining(*distance(0.004, 0.001), *more[:2]))[QUESTIONS[0]]
-    assert "the largest measured" not in small, "no larger rank than the look-ahead study's was measured"
-    none = texts(gaining(*distance(0.004, 0.001), static=0.7))[QUESTIONS[0]]
-    assert "One layer back: in part, perhaps most, 0.40 points [0.30, 0.50] less." in none, "there may be no gain"
-
-
-def test_perplexity_is_answered_from_the_paired_rise_of_the_loss() -> None:
-    dense = {"name": "dense", "value": 10.0}
-    base = lookahead_record("perplexity", 0, 20.0, 1.0)
-    own = {**base, "baseline": dense, "ratio": 2.0, "ratio_interval": [1.9, 2.1]}
-    rises = [lookahead_record("loss_rise", lookahead, 0.05 * lookahead, 0.02) for lookahead in (1, 8)]
-    text = texts([own, *rises])[QUESTIONS[0]]
-    # ln 2, ln 1.9 and ln 2.1; then 0.05 / 0.743, 0.03 / 0.772, 0.07 / 0.712.
-    assert (
-        "Perplexity of sparse neurons (0.69 nats [0.64, 0.75] above dense): one layer back in part, 6.7 % [3.8, 9.9] "
-        "of the loss there; 8 layers back in part, 36.6 % [33.8, 39.6] of the loss there."
-    ) in text
-    without = texts(rises)[QUESTIONS[0]]
-    assert "neurons: one layer back in part, perhaps most, 0.050 nats [0.030, 0.070] more; 8" in without
-
-
-def test_an_improvement_is_no_headline_where_it_is_tiny() -> None:
+def test_perplexity_stands_beside_recall_from_the_paired_rise_of_the_loss() -> None:
     own = {**lookahead_record("perplexity", 0, 20.0, 1.0), "baseline": {"name": "dense", "value": 10.0}}
-    rises = [lookahead_record("loss_rise", lookahead, -0.02, 0.01) for lookahead in (1, 2)]
-    text = texts([own, *rises])[QUESTIONS[0]]
-    assert "one layer back no cost found, 0.020 nats [0.010, 0.030] less" in text and "improvement" not in text
+    rises = [lookahead_record("loss_rise", lookahead, 0.05 * lookahead, 0.02) for lookahead in (1, 4)]
+    near, far = rows_of(answered(*distance(0.01, 0.002), {**own, "ratio_interval": [1.9, 2.1]}, *rises)[DRIFT])
+    # ln 2, ln 1.9 and ln 2.1.
+    assert near["ln(perplexity / dense), own layer"] == "0.69 [0.64, 0.75]"
+    assert (near["more with distance"], far["more with distance"]) == (
+        "+0.050 [+0.030, +0.070]",
+        "+0.200 [+0.180, +0.220]",
+    )
 
 
-def test_recall_of_heads_alone_is_not_taken_for_that_of_neurons() -> None:
-    heads = ablation({"norm": -0.1}, block="attention", head_density=0.5, mlp_density=None)
-    assert texts(heads)[QUESTIONS[3]].startswith("These records cannot tell: they lack recall of neurons in models")
-    assert "Which factor moves recall most?" not in texts(heads)
+def test_the_mean_over_the_ablation_answers_beside_the_studied_models() -> None:
+    recalls = [{**each, "baseline": {"name": "static", "value": 0.6}} for each in ablation({})]
+    drops = [
+        {**each, "value": 0.02 + 0.001 * (each["labels"]["seed"] - 1)}
+        for each in ablation({}, lookahead=1, metric="recall_drop")
+    ]
+    rows = rows_of(answered(*recalls, *drops, *distance(0.004, 0.001))[DRIFT])
+    (mean,) = [row for row in rows if row["measured on"] == "mean of the 24 models of the ablation"]
+    # Seeds 0.019, 0.020, 0.021: half 4.3027 * 0.001 / sqrt(3) = 0.00248; the gain on those layers is 0.22.
+    assert mean["lost to distance (points)"] == "+2.00 [+1.75, +2.25]" and mean["of the gain (%)"] == "9.1 [7.9, 10.3]"
 
 
 def test_layers_that_drift_more_are_said_to_lose_more_only_where_the_interval_says_so() -> None:
@@ -172,119 +164,164 @@ def test_layers_that_drift_more_are_said_to_lose_more_only_where_the_interval_sa
     falling = [1 - 0.01 * layer for layer in range(12)]
     own, lost = lookahead_record("recall", 0, 0.7, 0.01), lookahead_record("recall_drop", 1, 0.05, 0.01)
     shaken = [0.5, 0.3, 0.6, 0.2, 0.55, 0.45, 0.1, 0.62, 0.33, 0.5, 0.47]
-    for per_layer, words in (
-        (
-            [0.7 - 0.02 * layer for layer in range(11)],
-            "Layers that drift more lose more recall (11 layers, look-ahead 1: rank correlation",
-        ),
-        (
-            [0.5 + 0.01 * layer for layer in range(11)],
-            "Layers that drift more lose less recall (11 layers, look-ahead 1: rank correlation",
-        ),
-        (
-            shaken,
-            "Whether layers that drift more lose more is open (11 layers, look-ahead 1: rank correlation",
-        ),
-        (shaken[:7], ""),
+    for per_layer, answer in (
+        ([0.7 - 0.02 * layer for layer in range(11)], "Yes: over 11 layers of Small the rank correlation"),
+        ([0.5 + 0.01 * layer for layer in range(11)], "No, less: over 11 layers of Small the rank correlation"),
+        (shaken, "These records cannot tell: over 11 layers of Small the rank correlation"),
     ):
         far = {**lookahead_record("recall", 1, 0.65, 0.01), "per_layer": [None, *per_layer]}
         cosine = record("drift", "cosine", 0.9, per_layer=[*falling[:11], None], model="Small", **labels)
-        text = texts([{**own, "per_layer": [0.7] * 12}, lost, far, cosine])[QUESTIONS[0]]
-        assert words in text and bool(words) == ("rank correlation" in text)
-
-
-def test_the_mean_over_the_ablation_answers_beside_the_studied_models() -> None:
-    labels = {"lookahead": 1, "metric": "recall_drop"}
-    drops = [{**each, "value": 0.02 + 0.001 * (each["labels"]["seed"] - 1)} for each in ablation({}, **labels)]
-    text = texts([*ablation({}), *drops, *distance(0.01, 0.002)])[QUESTIONS[0]]
-    _, small, mean = text.split("\n\n")
-    assert small.startswith("Small, closed-form") and mean.startswith("Mean of the 24 models of the ablation, closed-")
-    # Seeds 0.019, 0.020, 0.021: half 4.3027 * 0.001 / sqrt(3) = 0.00248; 0.18 is missed without distance.
-    assert "One layer back: in part, 10.0 % [8.8, 11.2] of what is missed there." in mean
+        assert text_of(LAYERS, {**own, "per_layer": [0.7] * 12}, lost, far, cosine).startswith(answer)
+    far["per_layer"] = [None, *shaken[:7]]
+    assert LAYERS not in answered({**own, "per_layer": [0.7] * 12}, lost, far, cosine), "of too few layers"
 
 
 @pytest.mark.parametrize(
-    ("effect", "noise", "words"),
+    ("effect", "noise", "answer"),
     [
-        (-0.1, 0.01, "In part, for less than half of what is lost. With RoPE instead of learned positions, recall"),
-        (-0.05, 0.03, "No effect was found, and none that is half of what is lost lies within the interval. With RoPE"),
-        (-0.1, 0.06, "These records cannot tell, the interval holds both no effect and half of what is lost. With"),
-        (0.1, 0.01, "No, the change that was measured is an improvement. With RoPE"),
-        (-0.5, 0.01, "Yes, for more than half of what is lost. With RoPE"),
-        (-0.2, 0.01, "In part; whether for more than half of what is lost, these records cannot tell. With RoPE"),
-        (0.0, 0.0, "No effect was found, and none that is half of what is lost lies within the interval. With RoPE"),
+        (-0.1, 0.01, "In part"),
+        (-0.05, 0.03, "No"),
+        (-0.1, 0.06, "These records cannot tell"),
+        (0.1, 0.01, "No"),
+        (-0.5, 0.01, "Yes"),
+        (-0.2, 0.01, "In part"),
+        (0.0, 0.0, "No"),
     ],
 )
-def test_a_factor_is_answered_from_the_interval_of_its_effect(effect: float, noise: float, words: str) -> None:
+def test_a_factor_is_answered_from_the_interval_of_its_effect(effect: float, noise: float, answer: str) -> None:
     # 0.2 is missed with learned positions; the interval is 2.484 times the noise to either side.
-    assert texts(ablation({"positions": effect}, noise=noise))[QUESTIONS[2]].startswith(words)
+    found = text_of(ROPE, *ablation({"positions": effect}, noise=noise))
+    assert found.startswith(f"{answer}: recall of neurons")
 
 
-def test_a_factor_paragraph_holds_the_effect_its_interval_and_the_largest_interaction() -> None:
-    further = ablation({"activation": -0.3}, noise=0.001, lookahead=4, metric="recall_drop")
-    found = texts([*ablation({"activation": -0.1, "norm": 0.01}, noise=0.01), *further])
-    assert found[QUESTIONS[1]] == (
-        "In part, for less than half of what is lost. With gated SiLU instead of ReLU, recall of neurons at density "
-        "0.5, look-ahead 1 goes from 80.5 % to 70.5 %: -10.0 points [-12.5, -7.5] (means over 24 small models, paired "
-        "over 3 seeds). Of 1 further outcomes, 1 moved by more than chance would explain (95 % intervals; one in "
-        "twenty does so by chance): see the table of effects. The largest interaction is of the activation function "
-        "with the positions: no effect at all."
+def test_a_factor_is_told_with_its_levels_the_interval_and_the_models_that_it_was_measured_on() -> None:
+    found = answered(*ablation({"activation": -0.1, "norm": 0.01}, noise=0.01))
+    assert found[ACTIVATION].text == (
+        "In part: recall of neurons at density 0.5, look-ahead 1, is 70.5 % with gated SiLU and 80.5 % with ReLU, "
+        "-10.0 points [-12.5, -7.5] (closed-form predictors of 24 small models, paired over 3 seeds)."
     )
-    assert "look-ahead 1 goes from 75.0 % to 76.0 %: no effect found larger than 3.5 points" in found[QUESTIONS[3]]
-    assert "Of 1 further outcomes, 0 moved by more than chance would explain" in found[QUESTIONS[3]]
+    (row,) = rows_of(found[ACTIVATION])
+    assert (row["ReLU (%)"], row["gated SiLU (%)"], row["change (points)"]) == ("80.5", "70.5", "-10.0 [-12.5, -7.5]")
+    assert row["explains it"] == "in part" and row["measured on"] == "24 models, seeds 0, 1, 2"
+    one_seed = text_of(NORM, *ablation({"norm": -0.3}, seeds=1))
+    assert one_seed.startswith("These records cannot tell: ") and "-30 points (no interval)" in one_seed
+    gated = [each for each in ablation({}) if each["labels"]["activation"] == "silu gated"]
+    assert text_of(ACTIVATION, *gated) == "These records cannot tell: the models of the ablation do not differ in it."
 
 
-def test_true_sets_of_different_sizes_are_told_beside_their_recalls() -> None:
+def test_recall_of_heads_alone_is_not_taken_for_that_of_neurons() -> None:
+    heads = ablation({"norm": -0.1}, block="attention", head_density=0.5, mlp_density=None)
+    assert text_of(NORM, *heads).startswith("These records cannot tell: they lack recall of neurons")
+    assert MOST not in answered(*heads)
+
+
+@pytest.mark.parametrize(
+    ("effect", "noise", "answer"),
+    [
+        # Half an interval is 2.484 times the noise; of 0.3 that SiLU misses, ReLU misses a third less, of 0.6 two.
+        (-0.1, 0.01, "In part"),
+        (-0.4, 0.01, "Yes"),
+        (0.1, 0.01, "No"),
+        (-0.02, 0.01, "No"),
+        (-0.1, 0.06, "These records cannot tell"),
+    ],
+)
+def test_r_precision_decides_where_recall_and_precision_go_apart(effect: float, noise: float, answer: str) -> None:
+    text = text_of(ACTIVATION, *recalls_with_true_sets(), *r_precisions(effect, noise))
+    assert text.startswith(f"{answer}: R-precision of neurons, look-ahead 1, is ")
+    assert "recall, -10.00 points" in text and "precision, +22" in text and "R-precision decides" in text
+
+
+def test_without_r_precision_of_several_seeds_nothing_is_settled() -> None:
+    of_one_kind = [each for each in r_precisions(-0.1) if each["labels"]["activation"] == "silu gated"]
+    for more in ([], of_one_kind):
+        text = text_of(ACTIVATION, *recalls_with_true_sets(), *more)
+        assert text.startswith("These records cannot tell: recall, -10.00 points") and "R-precision is not" in text
+    one_seed = text_of(ACTIVATION, *recalls_with_true_sets(), *r_precisions(-0.1, seeds=1))
+    assert (
+        one_seed.startswith("These records cannot tell: R-precision")
+        and "8 small models, paired over 1 seed)" in one_seed
+    )
+
+
+@pytest.mark.parametrize(
+    ("effect", "noise", "silu_density"),
+    # Precision moves with recall, -4; recall -2 [-9.5, +5.5] with precision that certainly rises; recall -10 [-12.5,
+    # -7.5] with precision +1 [-0.8, +2.8].
+    [(-0.1, 0.001, 0.3), (-0.02, 0.03, 0.5), (-0.1, 0.01, 0.35)],
+)
+def test_recall_decides_unless_both_intervals_leave_out_no_change(
+    effect: float, noise: float, silu_density: float
+) -> None:
+    records = recalls_with_true_sets(effect, noise, silu_density)
+    assert "R-precision" not in text_of(ACTIVATION, *records, *r_precisions(-0.1))
+
+
+def test_true_sets_of_different_sizes_are_outcomes_beside_their_recalls() -> None:
     recalls = [
-        {**each, "true_density": 0.5 if each["labels"]["activation"] == "silu gated" else 0.3,
-         "baseline": {"name": "static", "value": each["value"] - 0.1 * (1 - each["value"]) / 0.9}}
-        for each in ablation({"activation": -0.1}, noise=0.001)
-    ]  # fmt: skip
-    told = texts([*recalls, *ablation({}, metric="precision")])[QUESTIONS[1]]  # a study records that as well
-    assert told.startswith("In recall: in part, for less than half of what is lost. In precision the other way, +22")
-    # 0.8 * 0.3 / 0.5 = 0.48 and 0.7 * 0.5 / 0.5 = 0.7.
-    effects = {each.title: each.effects.main["activation"].value for each in reported_effects(recalls)}
+        {**each, "baseline": {"name": "static", "value": each["value"] - 0.1 * (1 - each["value"]) / 0.9}}
+        for each in recalls_with_true_sets()
+    ]
+    rank_study = [{**each, "labels": {**each["labels"], "study": "rank"}} for each in r_precisions(0.3)]
+    found = reported_effects([*recalls, *r_precisions(-0.1), *rank_study, *ablation({}, metric="precision")])
+    effects = {each.title: each.effects.main["activation"].value for each in found}
+    # 0.8 * 0.3 / 0.5 = 0.48 and 0.7 * 0.5 / 0.5 = 0.7; (0.8 - 0.6) / 0.4 and (0.7 - 0.6) / 0.4;
+    # (recall - static) / (1 - static) is 0.1 by construction, whatever the recall.
     assert effects["neurons that are to be found"] == pytest.approx(0.2)
     assert effects["precision of neurons at density 0.5, look-ahead 1"] == pytest.approx(0.22)
-    # (recall - static) / (1 - static) = 0.1 by construction, whatever the recall.
+    assert effects["R-precision of neurons, look-ahead 1"] == pytest.approx(-0.1)
     share = "share of what always the same neurons miss that is found, look-ahead 1"
     assert effects[share] == pytest.approx(0.0, abs=1e-9)
+    assert effects[share.replace(" found,", " found at R picks,")] == pytest.approx(-0.25)
 
 
-def test_further_outcomes_are_counted_and_not_named() -> None:
-    records = ablation({"activation": -0.1}, noise=0.01)
-    for lookahead in (2, 4, 8):  # the largest of recall_drop; perplexity and precision are of other metrics
-        records += ablation({}, noise=0.01, lookahead=lookahead, metric="recall_drop")
-    for metric in ("perplexity", "cosine", "energy_share", "exact_zeros", "loss"):
-        records += ablation({}, noise=0.01, metric=metric)
-    many = texts(records)[QUESTIONS[1]]
-    assert ", 0 moved by more than chance would explain" in many and "look-ahead 8" not in many
-
-
-def test_one_seed_or_a_factor_that_does_not_vary_cannot_tell() -> None:
-    one_seed = texts(ablation({"norm": -0.3}, seeds=1))
-    assert one_seed[QUESTIONS[3]].startswith("One measurement has no interval, so these records cannot tell.")
-    assert "-30 points (no interval) (means over 8 small models, paired over 1 seed)" in one_seed[QUESTIONS[3]]
-    gated = [each for each in ablation({}) if each["labels"]["activation"] == "silu gated"]
-    assert texts(gated)[QUESTIONS[1]] == (
-        "These records cannot tell: the models of the ablation do not differ in the activation function."
-    )
+def test_a_table_of_effects_says_of_each_row_what_it_was_measured_on() -> None:
+    recalls = recalls_with_true_sets()
+    effects, models, *_ = study_tables("ablation", [*recalls, *r_precisions(-0.1, 0.001, seeds=2)])
+    measured = {row[0]: row[-1] for row in effects.rows}
+    assert measured["recall of neurons at density 0.5, look-ahead 1"] == "24 models, seeds 0, 1, 2"
+    assert measured["R-precision of neurons, look-ahead 1"] == "16 models, seeds 0, 1"
+    assert models.caption.startswith("means over 3 seeds, or")
+    assert "R-precision of neurons, look-ahead 1 (%), 2 seeds" in models.columns
+    effects, models, *_ = study_tables("ablation", recalls)
+    assert "measured on" not in effects.columns and effects.caption.startswith("24 models, seeds 0, 1, 2; paired")
+    assert models.caption == "means over 3 seeds"
 
 
 def test_the_factor_that_moves_recall_most_is_named_where_its_lead_is_certain() -> None:
-    question = "Which factor moves recall most?"
-    assert texts(ablation({"activation": -0.2, "norm": 0.1}))[question] == (
-        "The activation function: it moves recall of neurons 10 points [10, 10] further than the norm, the next."
-    )
-    close = texts(ablation({"activation": -0.2, "norm": 0.19}, noise=0.02))[question]
+    clear = text_of(MOST, *ablation({"activation": -0.2, "norm": 0.1}))
+    assert clear == "The activation function, by 10 points [10, 10] more than the next, the norm."
     # Sizes 0.22, 0.2, 0.18 against 0.17, 0.19, 0.21.
-    assert close == (
-        "These records cannot tell: between the activation function and the norm, the next, lie 1 points [-9, 11]."
-    )
-    assert question not in texts(distance(0.01, 0.002))
+    close = text_of(MOST, *ablation({"activation": -0.2, "norm": 0.19}, noise=0.02))
+    assert close.startswith("These records cannot tell: ") and "1 points [-9, 11]" in close
+    assert MOST not in answered(*distance(0.01, 0.002))
 
 
-def test_relufication_is_told_beside_the_activation_function() -> None:
+def test_relufication_is_judged_by_r_precision_of_the_look_ahead_study_one_layer_ahead() -> None:
+    values = {
+        ("recall", "lookahead", 1): (0.65, 0.75),
+        ("recall", "lookahead", 2): (0.60, 0.61),
+        ("r_precision", "lookahead", 1): (0.50, 0.51),
+        ("r_precision", "lookahead", 2): (0.20, 0.90),
+        ("r_precision", "rank", 1): (0.20, 0.90),
+    }
+    records = [
+        record("relufication", metric, value, interval=(value - 0.01, value + 0.01),
+               variant=variant, study=study, block="mlp", lookahead=lookahead)
+        for (metric, study, lookahead), sides in values.items()
+        for variant, value in zip(("silu", "relu"), sides, strict=True)
+    ]  # fmt: skip
+    question = "Does ReLU in the place of SiLU help in one model?"
+    recall = "recall of neurons, look-ahead 1, is 75.0 % [74.0, 76.0] with ReLU and 65.0 % [64.0, 66.0] with SiLU"
+    # hypot(1, 1) = 1.4 is more than 1.
+    assert text_of(question, *records).startswith(f"These records cannot tell: {recall}; R-precision of neurons, ")
+    assert text_of(question, *records[:4]).startswith(f"Yes: {recall} (closed-form predictors of one model")
+    fallen = [{**each, "value": 1 - each["value"], "interval": None} for each in records[:4]]
+    assert text_of(question, *fallen).startswith("These records cannot tell: "), "there is no interval"
+    assert question not in answered(*ablation({}))
+
+
+def test_pairs_of_the_relufication_differ_in_nothing_else() -> None:
     sides = {"silu": (20.0, 0.5), "relu": (20.9, 0.5), "silu before training": (19.0, 0.1)}
     sides["relu before training"] = (400.0, 9.0)
     records = [
@@ -298,17 +335,11 @@ def test_relufication_is_told_beside_the_activation_function() -> None:
             baseline = {"name": "dense", "value": 100.0}
             labels = {"variant": variant, "mlp_density": density, "method": "predictor"}
             records.append(record("relufication", "tokens_per_s", 100 * ratio, baseline=baseline, **labels))
-    assert texts(records)[QUESTIONS[1]].endswith(
-        "In one model, ReLU in the place of SiLU (both trained on alike): exact zeros: 80 % [80, 80] instead of 0 % "
-        "[0, 0]; held-out perplexity before training: 400 [391, 409] instead of 19.00 [18.90, 19.10]; held-out "
-        "perplexity: 20.9 [20.4, 21.4] instead of 20.0 [19.5, 20.5]; speed over dense at density 0.5: 1.1 × (no "
-        "interval) instead of 1.1 × (no interval); speed over dense at density 0.2: 1.5 × (no interval) instead of "
-        "1.3 × (no interval)."
-    )
-    close = {"silu": 20.0, "relu": 20.6}
-    few = [
-        record("relufication", "perplexity", value, interval=(value - 0.5, value + 0.5), variant=variant)
-        for variant, value in close.items()
+    pairs, *_ = study_tables("relufication", records)
+    assert [row[0::2][:1] + row[2:4] for row in pairs.rows] == [
+        ("exact zeros", "0 [0, 0]", "80 [80, 80]"),
+        ("held-out perplexity before training", "19.00 [18.90, 19.10]", "400 [391, 409]"),
+        ("held-out perplexity", "20.0 [19.5, 20.5]", "20.9 [20.4, 21.4]"),
+        ("speed over dense at density 0.5", "1.1 (no interval)", "1.1 (no interval)"),
+        ("speed over dense at density 0.2", "1.3 (no interval)", "1.5 (no interval)"),
     ]
-    # hypot(0.5, 0.5) = 0.71 is more than 0.6.
-    assert texts(few)[QUESTIONS[1]].endswith("instead of 20.0 [19.5, 20.5], which the intervals do not tell apart.")

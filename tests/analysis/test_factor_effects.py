@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from analysis.effects import Levels, Outcome, factor_effects, reported_effects
+from analysis.effects import factor_effects, reported_effects
 from analysis.results import Record
-from analysis.studies import FACTORS
+from analysis.studies import FACTORS, Levels, Outcome
 from tests.analysis.made_up_drift import ablation_record
 
 KINDS = list(itertools.product(*FACTORS.values()))
