@@ -73,9 +73,7 @@ class Microbatch:
             row = gaps.pop(0) if gaps else len(self.rows)
             self.rows[row : row + 1] = [request]
             fresh.append(row)
-        if (
-            fresh
-        ):  # an index that is empty is copied to the device all the same, which waits for the step that runs there
+        if fresh:  # an empty index is copied to the device all the same, which waits for the step that runs there
             for counts in self._counts.values():
                 counts[..., fresh] = 0
         self._close(gaps)
