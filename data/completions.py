@@ -19,7 +19,6 @@ import msgspec
 from msgspec import Meta
 
 from data.files import NUM_TOKEN_IDS, convert_json, differences, disk_errors, is_stream, parse_json, write_json
-from data.prompts import PromptRequest
 
 MANIFEST_SUFFIX = ".manifest.json"  # appended to the whole name: the answers may have any suffix
 FORMAT, FORMAT_VERSION = "dejavu-lab answers", 2
@@ -108,10 +107,10 @@ class CompletionWriter:
     """Writes answers to a JSON-lines file, each as one whole line the moment it is finished.
 
     A killed run loses no finished answer. Lines are appended in the order they finish; `close` puts the file into the
-    order of `requests` if they differ. Answers that are there already are refused, unless `overwrite` throws them away
-    or `resume` keeps them: failed ones too (they are answers); a half-written last line is cut off, and `pending` is
-    what is left to do. `prompts_path`, if given, must not be the output. Into a pipe, a terminal or a device lines are
-    written as they are finished, and nothing else is done.
+    order of `prompts`, the text of each request by its id (None: token ids), if they differ. Answers that are there
+    already are refused, unless `overwrite` throws them away or `resume` keeps them: failed ones too (they are answers);
+    a half-written last line is cut off, and `pending` is what is left to do. `prompts_path`, if given, must not be the
+    output. Into a pipe, a terminal or a device lines are written as they are finished, and nothing else is done.
 
     `settings`, if given, are what all answers depend on (JSON values), and `identities` what each request was (by id,
     see `request_identity`). They are written to a manifest beside the file, and answers of others are not resumed:
@@ -121,7 +120,7 @@ class CompletionWriter:
     def __init__(
         self,
         path: str | Path,
-        requests: Sequence[PromptRequest],
+        prompts: Mapping[str | int, str | None],
         *,
         resume: bool = False,
         overwrite: bool = False,
@@ -135,7 +134,7 @@ class CompletionWriter:
         self.path = Path(os.path.realpath(path)) if self._is_file else Path(path)
         self.first_error: str | None = None
         self.num_failed = 0
-        self._requests = {str(request.id): request for request in requests}
+        self._prompts = {str(request_id): (request_id, prompt) for request_id, prompt in prompts.items()}
         self._spans: dict[str, tuple[int, int]] = {}  # id -> where its line begins and ends, in file order
         if self._is_file:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,15 +156,15 @@ class CompletionWriter:
             write_json(self._manifest_path, manifest)
 
     @property
-    def pending(self) -> list[PromptRequest]:
-        """The requests without an answer, in input order."""
-        return [request for key, request in self._requests.items() if key not in self._spans]
+    def pending(self) -> list[str | int]:
+        """The ids of the requests without an answer, in input order."""
+        return [request_id for key, (request_id, _) in self._prompts.items() if key not in self._spans]
 
     def write(self, record: CompletionRecord) -> None:
         """Append the answer to a pending request (else ValueError). Whatever interrupts it leaves no half line; an
         OSError names the file."""
         key = str(record.id)
-        if key not in self._requests or key in self._spans:
+        if key not in self._prompts or key in self._spans:
             problem = "was answered before" if key in self._spans else "is no request's"
             raise ValueError(f"answer with id {record.id!r} {problem}")
         line = record.to_line()
@@ -191,7 +190,7 @@ class CompletionWriter:
             if self._is_file:
                 with disk_errors(self.path, ON_A_FULL_DISK):
                     os.fsync(self._descriptor)
-                ordered = [key for key in self._requests if key in self._spans]
+                ordered = [key for key in self._prompts if key in self._spans]
                 if ordered != list(self._spans):
                     self._rewrite(ordered)
         finally:
@@ -244,9 +243,10 @@ class CompletionWriter:
             if then == now:
                 continue
             parts = [name for name, old, new in zip(IDENTITY_PARTS, then, now, strict=False) if old != new]
-            by_line = isinstance(self._requests[key].id, int)
+            request_id = self._prompts[key][0]
+            by_line = isinstance(request_id, int)
             raise ValueError(
-                f"cannot resume {self.path}: request {self._requests[key].id!r} is not the one that was answered: "
+                f"cannot resume {self.path}: request {request_id!r} is not the one that was answered: "
                 f"{' and '.join(parts) or 'what was asked'} changed"
                 + (" (without `id`, the line number is the id: was a line put in or left out?)" if by_line else "")
                 + f"; {AFRESH}"
@@ -261,8 +261,7 @@ class CompletionWriter:
                 where = f"{self.path} line {line_number}"
                 record = _parse_answer(line, where)
                 key = str(record.id)
-                request = self._requests.get(key)
-                if request is None or request.prompt != record.prompt or key in self._spans:
+                if key not in self._prompts or self._prompts[key][1] != record.prompt or key in self._spans:
                     problem = "is answered twice" if key in self._spans else "belongs to no prompt of this run"
                     raise ValueError(f"{where}: cannot resume, `id` {record.id!r} {problem}; {AFRESH}")
                 self._spans[key] = (position, position + len(line))

@@ -1,6 +1,6 @@
 """The prompts of `infer`, one JSON line each.
 
-A line holds `prompt` or `prompt_token_ids`, and optionally `id` (default: the line number) and its own
+A line holds `prompt` or `prompt_token_ids` (never both), and optionally `id` (default: the line number) and its own
 options (OPTIONS below); an option left out, or null, is the command line's. Anything else on the line is an
 error that names the line and the key.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,6 @@ from data.files import check_token_ids, read_json_lines
 
 OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 PROMPT_KEYS = ("id", "prompt", "prompt_token_ids", *OPTIONS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptRequest:
-    """One prompt, as text or as token ids (never both), and its own options (None: the command line's)."""
-
-    id: str | int
-    prompt: str | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] | None = None
-
-    def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """All of OPTIONS for this request: its own where it has one, else `defaults[name]`."""
-        own = {name: getattr(self, name) for name in OPTIONS}
-        return {name: defaults[name] if value is None else value for name, value in own.items()}
 
 
 def check_option(name: str, value: Any, where: str) -> Any:
@@ -69,49 +47,48 @@ def check_option(name: str, value: Any, where: str) -> Any:
     return float(value) if name in ("temperature", "top_p") else value
 
 
-def seed_of(request: PromptRequest, seed: int) -> int:
+def seed_of(request_id: str | int, seed: int) -> int:
     """The seed, of a run's `seed`, of a request that has none: it hangs on the id, not on the place among others, so
     that equal prompts differ and a resumed run draws what an uninterrupted one does."""
-    digest = hashlib.sha256(f"{seed} {request.id}".encode("utf-8", "backslashreplace")).digest()
+    digest = hashlib.sha256(f"{seed} {request_id}".encode("utf-8", "backslashreplace")).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 
-def read_prompts(path: str | Path) -> list[PromptRequest]:
-    """Read all prompts, strictly and before any of them is run; blank lines are passed over.
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
+    """All lines, read strictly and before any of them is run; blank ones are passed over. Each has its `id` and only
+    what it says itself: `prompt` or `prompt_token_ids`, and options as `check_option` gives them.
 
     ValueError names file, line and key; FileNotFoundError the file.
     """
     path = Path(path)
-    requests: list[PromptRequest] = []
+    requests: list[dict[str, Any]] = []
     lines: dict[str, int] = {}
     for line_number, record in read_json_lines(path):
         where = f"{path} line {line_number}"
         request = _parse_request(record, line_number, where)
-        first = lines.setdefault(str(request.id), line_number)
+        first = lines.setdefault(str(request["id"]), line_number)
         if first != line_number:
-            raise ValueError(f"{where}: `id` {request.id!r} is already that of line {first} (default: the line number)")
+            raise ValueError(
+                f"{where}: `id` {request['id']!r} is already that of line {first} (default: the line number)"
+            )
         requests.append(request)
     if not requests:
         raise ValueError(f"{path} holds no prompts")
     return requests
 
 
-def _parse_request(record: dict[str, Any], line_number: int, where: str) -> PromptRequest:
+def _parse_request(record: dict[str, Any], line_number: int, where: str) -> dict[str, Any]:
     unknown = [key for key in record if key not in PROMPT_KEYS]
     if unknown:
         raise ValueError(f"{where}: unknown key `{unknown[0]}`; allowed: {', '.join(PROMPT_KEYS)}")
-    given = {key: value for key, value in record.items() if value is not None}
+    given = {"id": line_number} | {key: value for key, value in record.items() if value is not None}
     if ("prompt" in given) == ("prompt_token_ids" in given):
         found = "both" if "prompt" in given else "neither"
         raise ValueError(f"{where}: give either `prompt` or `prompt_token_ids`, found {found}")
-    request_id = given.get("id", line_number)
-    if not isinstance(request_id, str | int) or isinstance(request_id, bool):
-        raise ValueError(f"{where}: `id` must be a string or an integer, got {request_id!r}")
-    prompt = given.get("prompt")
-    if prompt is not None and not isinstance(prompt, str):
-        raise ValueError(f"{where}: `prompt` must be a string, got {type(prompt).__name__}")
-    token_ids = None
+    if not isinstance(given["id"], str | int) or isinstance(given["id"], bool):
+        raise ValueError(f"{where}: `id` must be a string or an integer, got {given['id']!r}")
+    if not isinstance(given.get("prompt", ""), str):
+        raise ValueError(f"{where}: `prompt` must be a string, got {type(given['prompt']).__name__}")
     if "prompt_token_ids" in given:
-        token_ids = tuple(check_token_ids(given["prompt_token_ids"], where, "prompt_token_ids"))
-    options = {name: check_option(name, given[name], where) for name in OPTIONS if name in given}
-    return PromptRequest(id=request_id, prompt=prompt, prompt_token_ids=token_ids, **options)
+        check_token_ids(given["prompt_token_ids"], where, "prompt_token_ids")
+    return given | {name: check_option(name, given[name], where) for name in OPTIONS if name in given}

@@ -7,11 +7,8 @@ of one batch. `batch_size=auto`: how many rows fit, from what a forward pass was
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from loguru import logger
 
 from modules.decoder import Decoder
 from modules.requests import GenerationRequest, GenerationResult
-from modules.scoring import describe_problem, score_rows
+from modules.scoring import Window, describe_problem, score_rows
 from pipeline_parallel.engine import check_same_everywhere, generate_on_mesh
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
@@ -102,37 +99,28 @@ def _power_above(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+Requests = Sequence[Window] | Sequence[GenerationRequest]
 Score = tuple[float, bool]
 Row = tuple[tuple[int, ...], int]  # the tokens that are run, and how many of them are context
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """Tokens whose last `num_scored` are scored, given all those before each; at least one token stands before them.
-
-    The last token conditions nothing, so `token_ids` may be one longer than the model's context.
-    """
-
-    token_ids: Sequence[int]
-    num_scored: int
 
 
 def score_continuations(
     model: Decoder,
     mesh: ParallelMesh,
-    continuations: Sequence[Continuation],
+    windows: Sequence[Window],
     *,
     batch_size: Callable[[int], int],
     on_scored: Callable[[int], object] | None = None,
 ) -> list[Score]:
-    """(sum of log-probabilities in nats, is every token the model's first choice) of each, in order, on all ranks.
+    """(sum of log-probabilities in nats, is every token the model's first choice) of the scored tokens of each window,
+    in order, on all ranks. A window's last token conditions nothing: it may be one longer than the model's context.
 
     A collective call: every rank hands over the same. `batch_size(num_tokens)` is how many rows of at most so many
     tokens run together. `on_scored(n)` hears of n more requests. ValueError for tokens the model cannot run and for
     logits that are not finite.
     """
     rows: dict[Row, list[int]] = {}
-    for idx, one in enumerate(continuations):
+    for idx, one in enumerate(windows):
         conditions, target = list(one.token_ids[:-1]), list(one.token_ids[-1:])
         problem = describe_problem(model, conditions) or describe_problem(model, target)
         if problem or not 0 < one.num_scored < len(one.token_ids):
@@ -140,7 +128,7 @@ def score_continuations(
                 problem or f"{one.num_scored} of {len(one.token_ids)} tokens to be scored; one at least stands before"
             )
             raise ValueError(f"request {idx}: {problem}")
-        rows.setdefault((tuple(conditions), len(one.token_ids) - one.num_scored), []).append(idx)
+        rows.setdefault((tuple(conditions), one.num_context), []).append(idx)
     # Longest first: neighbours are of similar length, and what does not fit in memory fails at once.
     order = sorted(rows, key=lambda row: (-len(row[0]), row))
     found: dict[int, Score] = {}
@@ -149,7 +137,7 @@ def score_continuations(
         batch = order[place : place + batch_size(len(order[place][0]))]
         # Batches are dealt to the replicas, not rows: the same ones run together however many replicas there are.
         if batch_idx % mesh.dp_size == mesh.dp_rank:
-            found.update(_score_batch(model, batch, [rows[row] for row in batch], continuations))
+            found.update(_score_batch(model, batch, [rows[row] for row in batch], windows))
         place, batch_idx = place + len(batch), batch_idx + 1
         if on_scored is not None:
             on_scored(sum(len(rows[row]) for row in batch))
@@ -158,18 +146,18 @@ def score_continuations(
     everybody: dict[int, Score] = {}
     for part in mesh.gather(found):
         everybody.update(part)
-    return [everybody[idx] for idx in range(len(continuations))]
+    return [everybody[idx] for idx in range(len(windows))]
 
 
 def _score_batch(
     model: Decoder,
     batch: Sequence[Row],
     requests: Sequence[Sequence[int]],
-    continuations: Sequence[Continuation],
+    windows: Sequence[Window],
 ) -> dict[int, Score]:
     """Scores of one batch of rows by request; {} on a pipeline stage without the head."""
     asked = [(row, idx) for row, indices in enumerate(requests) for idx in indices]
-    targets = [(row, continuations[idx].token_ids[-continuations[idx].num_scored :]) for row, idx in asked]
+    targets = [(row, windows[idx].token_ids[windows[idx].num_context :]) for row, idx in asked]
     names = [f"request {idx}" for _, idx in asked]
     found = score_rows(model, [ids for ids, _ in batch], targets, names, [context for _, context in batch])
     return {
@@ -178,26 +166,8 @@ def _score_batch(
     }
 
 
-@dataclass(frozen=True)
-class Call:
-    """One list of requests: continuations to be scored, or texts to be written (`eos_token_ids` end each)."""
-
-    title: str
-    continuations: Sequence[Continuation] = ()
-    generations: Sequence[GenerationRequest] = ()
-    eos_token_ids: Sequence[int] = ()
-
-    def __len__(self) -> int:
-        return len(self.continuations) + len(self.generations)
-
-    @cached_property
-    def digest(self) -> str:
-        """Twelve hex digits that tell what is asked."""
-        return hash_of(json.dumps(asdict(self)).encode())
-
-
 class Answerer:
-    """A loaded model that answers calls, and counts what was done and how long it took since `attach`."""
+    """A loaded model that answers lists of requests, and counts what was done and how long it took since `attach`."""
 
     environment: Mapping[str, Any] | None = None
     """Where answers come from, for records; None: from this machine."""
@@ -216,32 +186,34 @@ class Answerer:
         """What was done since (see `sparse_predictor.cost.achieved`); of all ranks, as of the last call."""
         self._stats = attach_selection(self.loaded.model, selection)
 
-    def answer(self, call: Call) -> list[Any]:
-        """(log-probability, is greedy) of each continuation, or each text before its stop string, in order, on all
-        ranks (a collective call: every rank asks the same)."""
+    def answer(self, title: str, requests: Requests, eos_token_ids: Sequence[int] = ()) -> list[Any]:
+        """(log-probability, is greedy) of what each window scores, or each text that a request continues its prompt by,
+        up to its stop string or one of `eos_token_ids`; in order, on all ranks (a collective call: every rank asks the
+        same)."""
         mesh, device = self.loaded.mesh, self.loaded.model.device
-        check_same_everywhere(mesh, f"what lm-eval asks ({call.title})", call.digest)
+        digest = hash_of(repr((requests, eos_token_ids)).encode())
+        check_same_everywhere(mesh, f"what lm-eval asks ({title})", digest)
+        windows = [one for one in requests if isinstance(one, Window)]
+        texts = [one for one in requests if isinstance(one, GenerationRequest)]
         started = time.perf_counter()
-        with progress((), call.title, quiet=self.quiet, total=len(call), unit="request") as bar:
-            answers = self._write(call, bar) if call.generations else self._score(call, bar)
+        with progress((), title, quiet=self.quiet, total=len(requests), unit="request") as bar:
+            answers = self._write(texts, eos_token_ids, bar) if texts else self._score(windows, bar)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.seconds += time.perf_counter() - started
         self.achieved = achieved_on_mesh(self.loaded, self.selection, self._stats)
         return answers
 
-    def _score(self, call: Call, bar: Any) -> list[Any]:
+    def _score(self, windows: Sequence[Window], bar: Any) -> list[Any]:
         is_idle = self.selection.method != "dense" and self.selection.sparse_phases == "decode"
         if is_idle and not self._has_warned:
             self._has_warned = True
             logger.warning("sparse phases decode: a log-likelihood never decodes, so it will be the dense one")
         model, mesh = self.loaded.model, self.loaded.mesh
-        return score_continuations(
-            model, mesh, call.continuations, batch_size=self.sizes.for_scoring, on_scored=bar.update
-        )
+        return score_continuations(model, mesh, windows, batch_size=self.sizes.for_scoring, on_scored=bar.update)
 
-    def _write(self, call: Call, bar: Any) -> list[Any]:
-        prepared, mesh = call.generations, self.loaded.mesh
+    def _write(self, requests: Sequence[GenerationRequest], eos_token_ids: Sequence[int], bar: Any) -> list[Any]:
+        mesh = self.loaded.mesh
         texts: dict[int, str] = {}
 
         def finish(idx: int, result: GenerationResult) -> None:
@@ -250,15 +222,15 @@ class Answerer:
             texts[idx] = result.text or ""
             bar.update(1)
 
-        longest = max(len(request.prompt_token_ids) + request.max_new_tokens for request in prepared)
+        longest = max(len(request.prompt_token_ids) + request.max_new_tokens for request in requests)
         generate_on_mesh(
             self.loaded.model,
             mesh,
-            prepared,
-            batch_size=self.sizes.for_generation(max(len(one.prompt_token_ids) for one in prepared), longest),
-            eos_token_ids=call.eos_token_ids,
+            requests,
+            batch_size=self.sizes.for_generation(max(len(one.prompt_token_ids) for one in requests), longest),
+            eos_token_ids=eos_token_ids,
             decode=self.loaded.decode,
             on_finish=finish,
         )
         written = mesh.from_rank_0(lambda: texts)
-        return [written[idx] for idx in range(len(prepared))]
+        return [written[idx] for idx in range(len(requests))]

@@ -15,7 +15,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -26,9 +26,11 @@ from loguru import logger
 from analysis.results import Record, make_record, read_records
 from data.files import convert_json, parse_json, replace_file
 from modules.checkpoint.load import build_on_meta, load_config
+from modules.requests import GenerationRequest
+from modules.scoring import Window
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.answerer import Answerer, BatchSizes, Call
+from scripts.answerer import Answerer, BatchSizes, Requests
 from scripts.command_line import progress, run_stage
 from scripts.evaluate import PERPLEXITY
 from scripts.lm_eval_tasks import (
@@ -41,7 +43,7 @@ from scripts.lm_eval_tasks import (
     records_of_runs,
 )
 from scripts.model_loading import LoadedModel, RunOptions, model_name, resolve_model
-from scripts.run_records import RecordBook, model_labels, run_labels, sources_of, tell_tables
+from scripts.run_records import RecordBook, hash_of, model_labels, run_labels, sources_of, tell_tables
 from scripts.selection_options import SweepOptions, attach_each
 from sparse_predictor.selection import Selection, remove_sparsity
 
@@ -105,12 +107,46 @@ class AskedOf(TypedDict):
     limit: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What one name of `--tasks` asks: `run` (task, num_fewshot, limit) and its calls, in order."""
+class _Scored(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    num_scored: int
+
+
+class AskedList(msgspec.Struct, frozen=True, kw_only=True):
+    """One list of requests as the file has it: texts whose ends are scored, or prompts to be continued."""
+
+    title: str
+    continuations: list[_Scored]
+    generations: list[GenerationRequest]
+    eos_token_ids: list[int]
+
+    @classmethod
+    def of(cls, title: str, requests: Requests, eos_token_ids: Sequence[int]) -> AskedList:
+        """What an `Answerer` is asked."""
+        return cls(
+            title=title,
+            continuations=[_Scored(one.token_ids, one.num_scored) for one in requests if isinstance(one, Window)],
+            generations=[one for one in requests if isinstance(one, GenerationRequest)],
+            eos_token_ids=list(eos_token_ids),
+        )
+
+    @property
+    def requests(self) -> Requests:
+        """As an `Answerer` takes them."""
+        scored = [Window(one.token_ids, len(one.token_ids) - one.num_scored) for one in self.continuations]
+        return self.generations or scored
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits that tell what is asked."""
+        return hash_of(json.dumps(msgspec.to_builtins(self)).encode())
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What one name of `--tasks` asks: `run` (task, num_fewshot, limit) and its lists, in order."""
 
     run: AskedOf
-    calls: tuple[Call, ...]
+    calls: list[AskedList]
 
 
 class _Requests(msgspec.Struct, kw_only=True):
@@ -176,12 +212,12 @@ class Listener(Answerer):
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.quiet = loaded, True
-        self.calls: list[Call] = []
+        self.calls: list[AskedList] = []
 
-    def answer(self, call: Call) -> list[Any]:
-        """Longer continuations are said to be less likely; texts are empty."""
-        self.calls.append(call)
-        return [""] * len(call.generations) or [(-float(len(one.token_ids)), False) for one in call.continuations]
+    def answer(self, title: str, requests: Requests, eos_token_ids: Sequence[int] = ()) -> list[Any]:
+        """Longer texts are said to be less likely; written ones are empty."""
+        self.calls.append(AskedList.of(title, requests, eos_token_ids))
+        return [(-float(len(one.token_ids)), False) if isinstance(one, Window) else "" for one in requests]
 
 
 class Replay(Answerer):
@@ -196,16 +232,16 @@ class Replay(Answerer):
         self.task = record["run"]["task"]
         self._left = list(zip(record["run"]["asked"], record["answers"], strict=True))
 
-    def answer(self, call: Call) -> list[Any]:
+    def answer(self, title: str, requests: Requests, eos_token_ids: Sequence[int] = ()) -> list[Any]:
         """ValueError if something else was asked there."""
         digest, answers = self._left.pop(0) if self._left else ("", [])
-        if digest != call.digest or len(answers) != len(call):
+        if digest != AskedList.of(title, requests, eos_token_ids).digest or len(answers) != len(requests):
             raise ValueError(
-                f"{self.task} asks something else here than what was answered ({call.title}): another tokenizer or "
+                f"{self.task} asks something else here than what was answered ({title}): another tokenizer or "
                 "context (--model), other task files or data, or another version of lm-eval or of this program; export "
                 "and answer again"
             )
-        return answers if call.generations else [tuple(score) for score in answers]
+        return [tuple(answer) if isinstance(answer, list) else answer for answer in answers]
 
 
 def export(options: Export) -> list[Asked]:
@@ -223,13 +259,13 @@ def export(options: Export) -> list[Asked]:
         listener.calls = []
         evaluate_benchmark(model, benchmark, options.limit, resamples=0)
         run: AskedOf = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": options.limit}
-        found.append(Asked(run=run, calls=tuple(listener.calls)))
-        logger.info(f"{benchmark.name}: {sum(map(len, listener.calls))} requests")
+        found.append(Asked(run=run, calls=listener.calls))
+        logger.info(f"{benchmark.name}: {sum(len(one.requests) for one in listener.calls)} requests")
     content = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "seed": options.seed,
-        "asked": list(map(asdict, found)),
+        "asked": msgspec.to_builtins(found),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     replace_file(options.output, gzip.compress(json.dumps(content, separators=(",", ":")).encode()))
@@ -275,7 +311,7 @@ def answer(options: Answer) -> list[Record]:
                 found += there[-1:]
                 continue
             answerer.attach(selection)
-            answers = [answerer.answer(call) for call in one.calls]
+            answers = [answerer.answer(call.title, call.requests, call.eos_token_ids) for call in one.calls]
             seconds, done = max(loaded.mesh.gather(answerer.seconds)), answerer.achieved
             record = make_record(ANSWERS, labels, "seconds", seconds, "s", achieved=done, **same, answers=answers)
             found += book.write([record])

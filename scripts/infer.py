@@ -14,7 +14,7 @@ from loguru import logger
 
 from data.completions import CompletionRecord, CompletionWriter, check_output, request_identity
 from data.files import require_file
-from data.prompts import PromptRequest, check_option, read_prompts, seed_of
+from data.prompts import check_option, read_prompts, seed_of
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams
 from pipeline_parallel.engine import generate_on_mesh
@@ -59,42 +59,61 @@ class Options(SelectionOptions, RunOptions):
 
 def main(options: Options) -> GenerationTimings:
     """Answer every prompt that has no answer yet; returns where the time went."""
-    flags = {name: _flag(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")}
+    given = {
+        name: check_option(name, value, "--" + name.replace("_", "-"))
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "stop")
+        if (value := getattr(options, name)) is not None
+    }
     options.selection(seed=options.seed).check()
-    requests: list[PromptRequest] = []
+    lines: list[dict[str, Any]] = []
     how: dict[str, Any] = {"resume": options.resume, "overwrite": options.overwrite}
     if current_launch().rank == 0:  # before the model is loaded, which may take minutes
-        requests = read_prompts(require_file(options.input, "--input"))
+        lines = read_prompts(require_file(options.input, "--input"))
         check_output(options.output, **how, prompts_path=options.input)
     loaded = options.load()
     stats = options.attach(loaded.model, seed=options.seed)
     mesh = loaded.mesh
-    defaults = _defaults(flags, loaded)
+    defaults = _defaults(given, loaded)
     settings = _settings(options, defaults, loaded)
-    work = mesh.from_rank_0(lambda: _prepare(requests, options, defaults, loaded))
+    prompts = {line["id"]: line.get("prompt") for line in lines}
+    requests = mesh.from_rank_0(lambda: [_request(line, options, defaults, loaded) for line in lines])
     with ExitStack() as stack:
         # Opened after all prompts were prepared: what is wrong with one must not cost the answers already there.
         writer = None
         if mesh.rank == 0:
-            identities = {str(request.id): _identity(request, prepared) for request, prepared in work}
-            writer = CompletionWriter(options.output, requests, **how, settings=settings, identities=identities)
+            identities = {str(one.request_id): _identity(prompts[one.request_id], one) for one in requests}
+            writer = CompletionWriter(options.output, prompts, **how, settings=settings, identities=identities)
             stack.enter_context(writer)
-        unanswered = mesh.from_rank_0(lambda: {request.id for request in writer.pending} if writer else set())
-        pending = [(request, prepared) for request, prepared in work if request.id in unanswered]
-        if len(pending) < len(work):
-            logger.info(f"{len(work) - len(pending)} of {len(work)} prompts are answered already")
+        unanswered = mesh.from_rank_0(lambda: set(writer.pending) if writer else set())
+        pending = [request for request in requests if request.request_id in unanswered]
+        if len(pending) < len(requests):
+            logger.info(f"{len(requests) - len(pending)} of {len(requests)} prompts are answered already")
         bar = stack.enter_context(progress((), "prompts", quiet=options.quiet, total=len(pending), unit="prompt"))
 
         def finish(request_idx: int, result: GenerationResult) -> None:
             assert writer is not None
-            writer.write(_record(pending[request_idx][0], result))
+            request_id = pending[request_idx].request_id
+            writer.write(
+                CompletionRecord(
+                    id=request_id,
+                    prompt=prompts[request_id],
+                    text=result.text or "",
+                    token_ids=result.token_ids,
+                    logprobs=[*(result.prompt_logprobs or []), *result.logprobs],
+                    finish_reason=result.finish_reason,
+                    error=result.error,
+                    num_prompt_tokens=result.num_prompt_tokens,
+                    mlp_density=result.mlp_density,
+                    head_density=result.head_density,
+                )
+            )
             bar.update(1)
 
         timings = GenerationTimings()
         generate_on_mesh(
             loaded.model,
             mesh,
-            [prepared for _, prepared in pending],
+            pending,
             batch_size=options.batch_size,
             eos_token_ids=loaded.eos_token_ids,
             decode=loaded.decode,
@@ -102,7 +121,7 @@ def main(options: Options) -> GenerationTimings:
             timings=timings,
             warm_up=options.warmup,
         )
-    failed = f", {writer.num_failed} of all {len(work)} failed" if writer is not None and writer.num_failed else ""
+    failed = f", {writer.num_failed} of all {len(requests)} failed" if writer is not None and writer.num_failed else ""
     logger.info(
         f"{len(pending)} answers written to {options.output}{failed}: prefill {timings.prefill_tokens_per_s:.1f} "
         f"tokens/s, decode {timings.decode_tokens_per_s:.1f} tokens/s"
@@ -111,8 +130,10 @@ def main(options: Options) -> GenerationTimings:
         stats = stats.summed(loaded.model.config.num_hidden_layers, mesh.sum)
         calls = ", ".join(f"{number} {path}" for path, number in stats.executions().items())
         logger.info(f"method {options.method}: block calls by path: {calls}")
-    if writer is not None and writer.num_failed == len(work):
-        raise ValueError(f"{options.output}: all {len(work)} prompts failed, the first because: {writer.first_error}")
+    if writer is not None and writer.num_failed == len(requests):
+        raise ValueError(
+            f"{options.output}: all {len(requests)} prompts failed, the first because: {writer.first_error}"
+        )
     return timings
 
 
@@ -135,80 +156,55 @@ def _settings(options: Options, defaults: dict[str, Any], loaded: LoadedModel) -
     }
 
 
-def _prepare(
-    requests: list[PromptRequest], options: Options, defaults: dict[str, Any], loaded: LoadedModel
-) -> list[tuple[PromptRequest, GenerationRequest]]:
-    """All prompts, each as it was read and as it is run."""
-    always = {"min_p": defaults.get("min_p", 0.0), **loaded.generation_defaults.penalties}
-
-    def prepare(request: PromptRequest) -> GenerationRequest:
-        values = request.options({**defaults, "seed": seed_of(request, options.seed)})
-        if values["stop"]:
-            loaded.require_tokenizer(f"request {request.id!r} has stop strings")
-        return GenerationRequest(
-            prompt_token_ids=_token_ids(request, loaded, chat=options.chat),
-            max_new_tokens=values["max_new_tokens"],
-            sampling=SamplingParams(
-                **{name: values[name] for name in ("temperature", "top_k", "top_p", "seed")}, **always
-            ),
-            stop=values["stop"],
-            echo=options.echo,
-            request_id=request.id,
-        )
-
-    return [(request, prepare(request)) for request in requests]
+def _request(
+    line: dict[str, Any], options: Options, defaults: dict[str, Any], loaded: LoadedModel
+) -> GenerationRequest:
+    """What a line of the input asks, with what the command line and the model say where it says nothing."""
+    values = {**defaults, "seed": seed_of(line["id"], options.seed), **line}
+    if values["stop"]:
+        loaded.require_tokenizer(f"request {line['id']!r} has stop strings")
+    return GenerationRequest(
+        prompt_token_ids=_token_ids(line, loaded, chat=options.chat),
+        max_new_tokens=values["max_new_tokens"],
+        sampling=SamplingParams(
+            **{name: values[name] for name in ("temperature", "top_k", "top_p", "seed")},
+            min_p=defaults.get("min_p", 0.0),
+            **loaded.generation_defaults.penalties,
+        ),
+        stop=values["stop"],
+        echo=options.echo,
+        request_id=line["id"],
+    )
 
 
-def _identity(request: PromptRequest, prepared: GenerationRequest) -> str:
+def _token_ids(line: dict[str, Any], loaded: LoadedModel, *, chat: bool) -> list[int]:
+    if "prompt_token_ids" in line:
+        return line["prompt_token_ids"]
+    tokenizer = loaded.require_tokenizer(f"request {line['id']!r} is text")
+    if chat:
+        try:
+            return chat_token_ids(tokenizer, line["prompt"])
+        except ValueError as error:
+            raise ValueError(f"request {line['id']!r}: {error}") from error
+    # verbose=False: a prompt longer than the context gets an answer that says so, not a warning as well.
+    return list(tokenizer(line["prompt"], verbose=False)["input_ids"])
+
+
+def _identity(prompt: str | None, request: GenerationRequest) -> str:
     """All that determines an answer, but for what all answers have in common (`_settings`)."""
-    options = asdict(prepared)
+    options = asdict(request)
     token_ids = options.pop("prompt_token_ids")
     del options["request_id"]
-    return request_identity(request.prompt, token_ids, options)
+    return request_identity(prompt, token_ids, options)
 
 
-def _flag(options: Options, name: str) -> Any:
-    value = getattr(options, name)
-    return value if value is None else check_option(name, value, "--" + name.replace("_", "-"))
-
-
-def _defaults(flags: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
-    """The value of every option that a request leaves out."""
-    given = {name: value for name, value in flags.items() if value is not None}
+def _defaults(given: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
+    """The value of every option that a request leaves out; `given` on the command line."""
     theirs = loaded.generation_defaults.sampling
     if theirs is None or any(name in given for name in GREEDY):
         return {**GREEDY, **given}
     logger.info(f"sampling as the model's generation_config.json says: {theirs} (--temperature 0 for greedy)")
     return {**theirs, **given}
-
-
-def _token_ids(request: PromptRequest, loaded: LoadedModel, *, chat: bool) -> list[int]:
-    if request.prompt_token_ids is not None:
-        return list(request.prompt_token_ids)
-    assert request.prompt is not None
-    tokenizer = loaded.require_tokenizer(f"request {request.id!r} is text")
-    if chat:
-        try:
-            return chat_token_ids(tokenizer, request.prompt)
-        except ValueError as error:
-            raise ValueError(f"request {request.id!r}: {error}") from error
-    # verbose=False: a prompt longer than the context gets an answer that says so, not a warning as well.
-    return list(tokenizer(request.prompt, verbose=False)["input_ids"])
-
-
-def _record(request: PromptRequest, result: GenerationResult) -> CompletionRecord:
-    return CompletionRecord(
-        id=request.id,
-        prompt=request.prompt,
-        text=result.text or "",
-        token_ids=result.token_ids,
-        logprobs=[*(result.prompt_logprobs or []), *result.logprobs],
-        finish_reason=result.finish_reason,
-        error=result.error,
-        num_prompt_tokens=result.num_prompt_tokens,
-        mlp_density=result.mlp_density,
-        head_density=result.head_density,
-    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from loguru import logger
 from modules.checkpoint.tokenizer import chat_text
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, mix_seed
-from scripts.answerer import Answerer, BatchSizes, Call, Continuation, Score
+from modules.scoring import Window
+from scripts.answerer import Answerer, BatchSizes, Requests, Score
 from scripts.model_loading import RunOptions
 from scripts.run_records import selection_labels
 from scripts.selection_options import SelectionOptions
@@ -101,6 +102,12 @@ def _parse(name: str, value: Any, kind: Any) -> Any:
 NAME = "dejavu-lab"
 DEFAULT_NEW_TOKENS = 256  # lm-eval's own
 SAMPLING = ("temperature", "top_k", "top_p")
+
+
+def _window(context: Sequence[int], rest: Sequence[int], longest: int) -> Window:
+    """`rest` is scored after `context`, of which only so much is kept that both are `longest` tokens."""
+    token_ids = [*context, *rest][-longest:]
+    return Window(token_ids, len(token_ids) - len(rest))
 
 
 @register_model(NAME)
@@ -193,15 +200,15 @@ class EngineLM(TemplateLM):
             logger.warning(
                 f"{num_cut} of {len(cut)} prompts do not fit the context of {self.max_length}: cut from the left"
             )
-        pieces = [Continuation([*context, *rest][-longest:], len(rest)) for _, context, rest in requests]
-        scores = self._ask(Call("log-likelihoods", continuations=pieces))
+        windows = [_window(context, rest, longest) for _, context, rest in requests]
+        scores = self._ask("log-likelihoods", windows)
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
         """Log-probability of whole texts, in windows of the context, cut as lm-eval's `hf` cuts them."""
-        pieces: list[Continuation] = []
+        pieces: list[Window] = []
         owners: list[int] = []
         for idx, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -211,10 +218,10 @@ class EngineLM(TemplateLM):
                 context_len=1,
             )
             for context, rest in map(make_disjoint_window, windows):
-                pieces.append(Continuation([*context, *rest], len(rest)))
+                pieces.append(_window(context, rest, self.max_length + 1))
                 owners.append(idx)
         totals = [0.0] * len(requests)
-        for idx, (logprob, _) in zip(owners, self._ask(Call("texts", continuations=pieces)), strict=True):
+        for idx, (logprob, _) in zip(owners, self._ask("texts", pieces), strict=True):
             totals[idx] += logprob
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -223,7 +230,7 @@ class EngineLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """The text that follows each context, before the first of its stop strings."""
         prepared = [self._generation_request(idx, *request.args) for idx, request in enumerate(requests)]
-        texts = self._ask(Call("generations", generations=prepared, eos_token_ids=self.loaded.eos_token_ids))
+        texts = self._ask("generations", prepared, self.loaded.eos_token_ids)
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -238,8 +245,8 @@ class EngineLM(TemplateLM):
             "achieved": self.answerer.achieved,
         }
 
-    def _ask(self, call: Call) -> list[Any]:
-        return self.answerer.answer(call) if len(call) else []
+    def _ask(self, title: str, requests: Requests, eos_token_ids: Sequence[int] = ()) -> list[Any]:
+        return self.answerer.answer(title, requests, eos_token_ids) if requests else []
 
     def _generation_request(self, idx: int, context: str, options: dict[str, Any]) -> GenerationRequest:
         values: dict[str, Any] = dict(normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS))

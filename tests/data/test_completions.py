@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from data.completions import CompletionRecord, CompletionWriter, request_identity
 from data.files import only_writer
-from data.prompts import PromptRequest
 
 
-def make_requests(num_requests: int) -> list[PromptRequest]:
-    return [PromptRequest(id=idx, prompt=f"prompt {idx}") for idx in range(1, num_requests + 1)]
+def make_prompts(num_requests: int) -> dict[str | int, str | None]:
+    return {idx: f"prompt {idx}" for idx in range(1, num_requests + 1)}
 
 
-def answer(request: PromptRequest, **changes: Any) -> CompletionRecord:
+def answer(request_id: str | int, **changes: Any) -> CompletionRecord:
     options: dict[str, Any] = {
-        "id": request.id,
-        "prompt": request.prompt,
-        "text": f"answer \u00e9\n {request.id}",
+        "id": request_id,
+        "prompt": f"prompt {request_id}",
+        "text": f"answer \u00e9\n {request_id}",
         "token_ids": [1, 2],
         "logprobs": [None, -0.5],
         "finish_reason": "length",
@@ -41,9 +40,9 @@ def read_ids(path: Path) -> list[Any]:
 
 
 def test_a_line_holds_the_keys_of_the_contract(tmp_path: Path) -> None:
-    requests = make_requests(1)
-    with CompletionWriter(tmp_path / "new" / "out.jsonl", requests) as writer:
-        writer.write(answer(requests[0]))
+    prompts = make_prompts(1)
+    with CompletionWriter(tmp_path / "new" / "out.jsonl", prompts) as writer:
+        writer.write(answer(1))
     assert json.loads((tmp_path / "new" / "out.jsonl").read_text()) == {
         "id": 1,
         "prompt": "prompt 1",
@@ -59,13 +58,13 @@ def test_a_line_holds_the_keys_of_the_contract(tmp_path: Path) -> None:
 
 
 def test_answers_are_on_the_disk_at_once_and_in_input_order_at_the_end(tmp_path: Path) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(4)
-    writer = CompletionWriter(path, requests)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(4)
+    writer = CompletionWriter(path, prompts)
     for idx in (2, 0, 3):
-        writer.write(answer(requests[idx]))
+        writer.write(answer(idx + 1))
         assert path.read_bytes().endswith(b"\n")
     assert read_ids(path) == [3, 1, 4]
-    assert [request.id for request in writer.pending] == [2]
+    assert writer.pending == [2]
     writer.close()
     writer.close()
     assert read_ids(path) == [1, 3, 4]
@@ -73,26 +72,26 @@ def test_answers_are_on_the_disk_at_once_and_in_input_order_at_the_end(tmp_path:
 
 
 def test_overwriting_does_not_double_the_file(tmp_path: Path) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(3)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(3)
     for overwrite in (False, True):
-        with CompletionWriter(path, requests, overwrite=overwrite) as writer:
-            for request in requests:
-                writer.write(answer(request))
+        with CompletionWriter(path, prompts, overwrite=overwrite) as writer:
+            for request_id in prompts:
+                writer.write(answer(request_id))
     assert read_ids(path) == [1, 2, 3]
 
 
 def test_answers_are_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(1)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(1)
     path.touch()
-    with CompletionWriter(path, requests) as writer:  # an empty file is nobody's answers
-        writer.write(answer(requests[0]))
+    with CompletionWriter(path, prompts) as writer:  # an empty file is nobody's answers
+        writer.write(answer(1))
     before = path.read_bytes()
     with pytest.raises(ValueError, match="out.jsonl holds answers already: --resume keeps them .*--overwrite starts"):
-        CompletionWriter(path, requests)
+        CompletionWriter(path, prompts)
     with pytest.raises(ValueError, match="--resume keeps the answers .* and --overwrite throws them away: give one"):
-        CompletionWriter(path, requests, resume=True, overwrite=True)
+        CompletionWriter(path, prompts, resume=True, overwrite=True)
     with pytest.raises(IsADirectoryError, match="is a folder; give a file"):
-        CompletionWriter(tmp_path, requests)
+        CompletionWriter(tmp_path, prompts)
     assert path.read_bytes() == before
 
 
@@ -101,27 +100,27 @@ def test_answers_are_neither_overwritten_nor_resumed_unasked(tmp_path: Path) -> 
 def test_resuming_after_a_crash_at_any_byte_gives_the_uninterrupted_file(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], data: st.DataObject
 ) -> None:
-    path, requests = tmp_path_factory.mktemp("resume") / "out.jsonl", make_requests(5)
-    with CompletionWriter(path, requests) as writer:
-        for request in requests:
-            writer.write(answer(request))
+    path, prompts = tmp_path_factory.mktemp("resume") / "out.jsonl", make_prompts(5)
+    with CompletionWriter(path, prompts) as writer:
+        for request_id in prompts:
+            writer.write(answer(request_id))
     whole = path.read_bytes()
-    interrupted = b"".join(answer(requests[idx]).to_line() for idx in order)
+    interrupted = b"".join(answer(idx + 1).to_line() for idx in order)
     num_kept = data.draw(st.integers(0, len(interrupted)), label="bytes on the disk")
     path.write_bytes(interrupted[:num_kept])
-    with CompletionWriter(path, requests, resume=True) as writer:
+    with CompletionWriter(path, prompts, resume=True) as writer:
         num_lines = interrupted[:num_kept].count(b"\n")
-        assert {request.id for request in writer.pending} == {idx + 1 for idx in order[num_lines:]}
-        for request in writer.pending:
-            writer.write(answer(request))
+        assert set(writer.pending) == {idx + 1 for idx in order[num_lines:]}
+        for request_id in writer.pending:
+            writer.write(answer(request_id))
     assert path.read_bytes() == whole
 
 
 def test_resuming_keeps_failed_answers_and_starts_where_there_is_no_file(tmp_path: Path) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(2)
-    with CompletionWriter(path, requests, resume=True) as writer:
-        writer.write(answer(requests[0], finish_reason="error", error="prompt too long"))
-    assert [request.id for request in CompletionWriter(path, requests, resume=True).pending] == [2]
+    path, prompts = tmp_path / "out.jsonl", make_prompts(2)
+    with CompletionWriter(path, prompts, resume=True) as writer:
+        writer.write(answer(1, finish_reason="error", error="prompt too long"))
+    assert CompletionWriter(path, prompts, resume=True).pending == [2]
 
 
 @pytest.mark.parametrize(
@@ -151,30 +150,30 @@ def test_resuming_keeps_failed_answers_and_starts_where_there_is_no_file(tmp_pat
 def test_a_file_of_other_or_damaged_answers_is_neither_resumed_nor_touched(
     tmp_path: Path, line: str | dict[str, Any], message: str
 ) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(2)
     if isinstance(line, dict):
-        line = json.dumps({**json.loads(answer(requests[1]).to_line()), **line}) + "\n"
-    path.write_bytes(answer(requests[0]).to_line() + line.encode() + b'{"half')
+        line = json.dumps({**json.loads(answer(2).to_line()), **line}) + "\n"
+    path.write_bytes(answer(1).to_line() + line.encode() + b'{"half')
     before = path.read_bytes()
     with pytest.raises(ValueError, match=f"out.jsonl {message}.*--overwrite to start afresh"):
-        CompletionWriter(path, requests, resume=True)
+        CompletionWriter(path, prompts, resume=True)
     assert path.read_bytes() == before
 
 
 def test_answers_of_other_settings_are_neither_resumed_nor_touched(tmp_path: Path) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(2)
     settings = {"method": "random", "stop": ("a", "b"), "top_p": 1.0}
-    with CompletionWriter(path, requests, settings=settings) as writer:
-        writer.write(answer(requests[0]))
+    with CompletionWriter(path, prompts, settings=settings) as writer:
+        writer.write(answer(1))
     manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
     assert manifest["format_version"] == 2 and manifest["settings"] == {**settings, "stop": ["a", "b"]}
     before = path.read_bytes()
-    with CompletionWriter(path, requests, resume=True, settings=settings) as writer:
-        assert [request.id for request in writer.pending] == [2]
+    with CompletionWriter(path, prompts, resume=True, settings=settings) as writer:
+        assert writer.pending == [2]
     other = {"method": "dense", "stop": ("a", "b"), "top_p": 1.0, "top_k": 5}
     differ = "method is 'random' of its answers, 'dense' now; top_k is None of its answers, 5 now; give another --out"
     with pytest.raises(ValueError, match=f"cannot resume .*out.jsonl: {differ}"):
-        CompletionWriter(path, requests, resume=True, settings=other)
+        CompletionWriter(path, prompts, resume=True, settings=other)
     for text, message in (
         ('{"format": "something else", "format_version": 1}', " is not the manifest of answers"),
         ('{"format": "dejavu-lab answers", "format_version": 1, "settings": {}}', ": format_version 1, but this ver"),
@@ -184,10 +183,10 @@ def test_answers_of_other_settings_are_neither_resumed_nor_touched(tmp_path: Pat
     ):
         (tmp_path / "out.jsonl.manifest.json").write_text(text)
         with pytest.raises(ValueError, match=f"cannot resume .*out.jsonl.manifest.json({message}).*--overwrite"):
-            CompletionWriter(path, requests, resume=True, settings=settings)
+            CompletionWriter(path, prompts, resume=True, settings=settings)
     (tmp_path / "out.jsonl.manifest.json").unlink()
     with pytest.raises(ValueError, match="out.jsonl.manifest.json, which says how its answers were made, is not"):
-        CompletionWriter(path, requests, resume=True, settings=settings)
+        CompletionWriter(path, prompts, resume=True, settings=settings)
     assert path.read_bytes() == before
 
 
@@ -195,13 +194,13 @@ def test_answers_of_other_settings_are_neither_resumed_nor_touched(tmp_path: Pat
 def test_without_a_whole_answer_any_settings_may_resume_and_are_those_of_the_manifest(
     tmp_path: Path, left_over: str
 ) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(1)
-    CompletionWriter(path, requests, settings={"method": "dense"}).close()
+    path, prompts = tmp_path / "out.jsonl", make_prompts(1)
+    CompletionWriter(path, prompts, settings={"method": "dense"}).close()
     path.write_text(left_over)
-    CompletionWriter(path, requests, resume=True, settings={"method": "oracle"}).close()
+    CompletionWriter(path, prompts, resume=True, settings={"method": "oracle"}).close()
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "oracle"}
-    with CompletionWriter(path, requests, settings={"method": "random"}) as writer:  # afresh: there is no answer
-        writer.write(answer(requests[0]))
+    with CompletionWriter(path, prompts, settings={"method": "random"}) as writer:  # afresh: there is no answer
+        writer.write(answer(1))
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"] == {"method": "random"}
 
 
@@ -222,61 +221,61 @@ ASKED: dict[str, Any] = {"prompt": "a", "token_ids": [1, 2], "options": {"seed":
 def test_the_answer_to_another_request_of_the_same_id_is_not_kept(
     tmp_path: Path, request_id: str | int, changes: dict[str, Any], message: str | None
 ) -> None:
-    path, request = tmp_path / "out.jsonl", PromptRequest(id=request_id, prompt_token_ids=(1,))
+    path, request = tmp_path / "out.jsonl", {request_id: f"prompt {request_id}"}
     before: dict[str, Any] = {"settings": {}, "identities": {str(request_id): request_identity(**ASKED)}}
-    with CompletionWriter(path, [request], **before) as writer:
-        writer.write(answer(request))
+    with CompletionWriter(path, request, **before) as writer:
+        writer.write(answer(request_id))
     now: dict[str, Any] = {"settings": {}, "identities": {str(request_id): request_identity(**{**ASKED, **changes})}}
     if message is None:
-        assert CompletionWriter(path, [request], resume=True, **now).pending == []
+        assert CompletionWriter(path, request, resume=True, **now).pending == []
         return
     hint = r" \(without `id`, the line number is the id: .*\)" if request_id == 1 else ""
     with pytest.raises(ValueError, match=f"request {request_id!r} is not the one .* answered: {message}{hint}; give"):
-        CompletionWriter(path, [request], resume=True, **now)
+        CompletionWriter(path, request, resume=True, **now)
 
 
 def test_more_prompts_may_follow_and_the_manifest_knows_them_before_they_are_answered(tmp_path: Path) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(2)
-    identities = {str(request.id): request_identity(**{**ASKED, "prompt": request.prompt}) for request in requests}
-    with CompletionWriter(path, requests[:1], settings={}, identities={"1": identities["1"]}) as writer:
-        writer.write(answer(requests[0]))
-    writer = CompletionWriter(path, requests, resume=True, settings={}, identities=identities)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(2)
+    identities = {str(key): request_identity(**{**ASKED, "prompt": prompt}) for key, prompt in prompts.items()}
+    with CompletionWriter(path, {1: prompts[1]}, settings={}, identities={"1": identities["1"]}) as writer:
+        writer.write(answer(1))
+    writer = CompletionWriter(path, prompts, resume=True, settings={}, identities=identities)
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["answers"] == identities
-    assert [request.id for request in writer.pending] == [2]
+    assert writer.pending == [2]
 
 
 def test_a_pipe_gets_each_line_as_it_is_finished_and_nothing_else(tmp_path: Path) -> None:
-    requests = make_requests(2)
+    prompts = make_prompts(2)
     os.mkfifo(tmp_path / "fifo")
     fifo = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     unnamed = os.pipe()  # what `>(...)` and `/dev/stdout | ...` are: a link to something without a name
     for path, reader in ((tmp_path / "fifo", fifo), (f"/dev/fd/{unnamed[1]}", unnamed[0])):
-        with only_writer(path), CompletionWriter(path, requests, settings={}) as writer:
-            for request in reversed(requests):
-                writer.write(answer(request))
-                assert json.loads(os.read(reader, 10_000))["id"] == request.id
+        with only_writer(path), CompletionWriter(path, prompts, settings={}) as writer:
+            for request_id in reversed(prompts):
+                writer.write(answer(request_id))
+                assert json.loads(os.read(reader, 10_000))["id"] == request_id
         with pytest.raises(ValueError, match="cannot resume .*: it is not a regular file"):
-            CompletionWriter(path, requests, resume=True)
+            CompletionWriter(path, prompts, resume=True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["fifo"]
 
 
 def test_prompts_given_as_token_ids_resume_by_id(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    requests = [PromptRequest(id="a", prompt_token_ids=(1,)), PromptRequest(id="b", prompt_token_ids=(2,))]
-    with CompletionWriter(path, requests) as writer:
-        writer.write(answer(requests[0], prompt=None))
-    with CompletionWriter(path, requests, resume=True) as writer:
-        assert [request.id for request in writer.pending] == ["b"]
+    prompts: dict[str | int, str | None] = {"a": None, "b": None}
+    with CompletionWriter(path, prompts) as writer:
+        writer.write(answer("a", prompt=None))
+    with CompletionWriter(path, prompts, resume=True) as writer:
+        assert writer.pending == ["b"]
 
 
 def test_an_answer_to_no_request_or_a_second_one_is_refused(tmp_path: Path) -> None:
-    requests = make_requests(1)
-    with CompletionWriter(tmp_path / "out.jsonl", requests) as writer:
-        writer.write(answer(requests[0]))
+    prompts = make_prompts(1)
+    with CompletionWriter(tmp_path / "out.jsonl", prompts) as writer:
+        writer.write(answer(1))
         with pytest.raises(ValueError, match="answer with id 1 was answered before"):
-            writer.write(answer(requests[0]))
+            writer.write(answer(1))
         with pytest.raises(ValueError, match="answer with id 7 is no request's"):
-            writer.write(answer(requests[0], id=7))
+            writer.write(answer(1, id=7))
 
 
 def test_the_prompts_are_never_overwritten(tmp_path: Path) -> None:
@@ -284,22 +283,22 @@ def test_the_prompts_are_never_overwritten(tmp_path: Path) -> None:
     prompts.write_text("{}")
     (tmp_path / "link.jsonl").symlink_to(prompts)
     with pytest.raises(ValueError, match="the answers would overwrite the prompts"):
-        CompletionWriter(tmp_path / "link.jsonl", make_requests(1), prompts_path=prompts)
+        CompletionWriter(tmp_path / "link.jsonl", make_prompts(1), prompts_path=prompts)
     assert prompts.read_text() == "{}"
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    requests = make_requests(2)
+    prompts = make_prompts(2)
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
-    with CompletionWriter(tmp_path / "link.jsonl", requests) as writer:
-        for request in reversed(requests):
-            writer.write(answer(request))
+    with CompletionWriter(tmp_path / "link.jsonl", prompts) as writer:
+        for request_id in reversed(prompts):
+            writer.write(answer(request_id))
     assert (tmp_path / "link.jsonl").is_symlink()
     assert read_ids(tmp_path / "out.jsonl") == [1, 2]
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, requests = tmp_path / "out.jsonl", make_requests(2)
+    path, prompts = tmp_path / "out.jsonl", make_prompts(2)
     write, calls = os.write, iter([5, None])
 
     def write_some(descriptor: int, content: bytes) -> int:
@@ -308,24 +307,24 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError(28, "No space left on device")
         return write(descriptor, content[:num_bytes])
 
-    with CompletionWriter(path, requests) as writer:
-        writer.write(answer(requests[0]))
+    with CompletionWriter(path, prompts) as writer:
+        writer.write(answer(1))
         monkeypatch.setattr("data.completions.os.write", write_some)
         with pytest.raises(OSError, match="out.jsonl: no space left .* then give the same command with --resume"):
-            writer.write(answer(requests[1]))
+            writer.write(answer(2))
         monkeypatch.undo()
         assert read_ids(path) == [1]
-        writer.write(answer(requests[1]))
+        writer.write(answer(2))
     assert read_ids(path) == [1, 2]
 
 
 def test_output_may_be_a_device_but_not_resumed() -> None:
-    requests = make_requests(2)
-    with CompletionWriter("/dev/null", requests, settings={"method": "dense"}) as writer:
-        for request in reversed(requests):
-            writer.write(answer(request))
+    prompts = make_prompts(2)
+    with CompletionWriter("/dev/null", prompts, settings={"method": "dense"}) as writer:
+        for request_id in reversed(prompts):
+            writer.write(answer(request_id))
     with pytest.raises(ValueError, match="cannot resume /dev/null: it is not a regular file"):
-        CompletionWriter("/dev/null", requests, resume=True)
+        CompletionWriter("/dev/null", prompts, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +338,9 @@ def test_output_may_be_a_device_but_not_resumed() -> None:
 )
 def test_an_answer_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        answer(make_requests(1)[0], **changes)
+        answer(1, **changes)
 
 
 def test_text_that_utf8_cannot_hold_still_makes_a_line() -> None:
-    record = answer(make_requests(1)[0], text="lone \udc80 surrogate")
+    record = answer(1, text="lone \udc80 surrogate")
     assert json.loads(record.to_line())["text"] == "lone \udc80 surrogate"

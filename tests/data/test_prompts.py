@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.prompts import PromptRequest, read_prompts
-
-DEFAULTS = {"max_new_tokens": 16, "temperature": 0.0, "top_k": -1, "top_p": 1.0, "seed": 0, "stop": ()}
+from data.prompts import read_prompts
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -18,31 +16,27 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def test_each_request_has_its_own_options_and_the_rest_from_the_command_line(tmp_path: Path) -> None:
+def test_a_line_says_what_it_says_itself(tmp_path: Path) -> None:
     path = write(
         tmp_path / "prompts.jsonl",
         {"prompt": "a", "temperature": 0.7, "top_k": 5, "seed": 3},
         {"prompt": "b"},
         {"prompt": "c", "max_new_tokens": 0, "top_p": 1, "temperature": 0, "stop": ["x", "y"], "top_k": None},
     )
-    first, second, third = read_prompts(path)
-    assert first.options(DEFAULTS) == {**DEFAULTS, "temperature": 0.7, "top_k": 5, "seed": 3}
-    assert second.options(DEFAULTS) == DEFAULTS
-    assert third.options({**DEFAULTS, "temperature": 0.9, "top_k": 7}) == {
-        **DEFAULTS,
-        "max_new_tokens": 0,
-        "stop": ("x", "y"),
-        "top_k": 7,
-    }
+    assert read_prompts(path) == [
+        {"id": 1, "prompt": "a", "temperature": 0.7, "top_k": 5, "seed": 3},
+        {"id": 2, "prompt": "b"},
+        {"id": 3, "prompt": "c", "max_new_tokens": 0, "top_p": 1.0, "temperature": 0.0, "stop": ("x", "y")},
+    ]
 
 
 def test_the_id_is_the_line_number_unless_given(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": ""}\n{"prompt_token_ids": [3, 0], "id": "x"}')
     assert read_prompts(path) == [
-        PromptRequest(id=1, prompt="a"),
-        PromptRequest(id=3, prompt=""),
-        PromptRequest(id="x", prompt_token_ids=(3, 0)),
+        {"id": 1, "prompt": "a"},
+        {"id": 3, "prompt": ""},
+        {"id": "x", "prompt_token_ids": [3, 0]},
     ]
 
 
@@ -114,4 +108,4 @@ def test_a_line_that_is_not_json_is_numbered(tmp_path: Path) -> None:
 
 
 def test_one_stop_string_is_a_list_of_one(tmp_path: Path) -> None:
-    assert read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a", "stop": "\n"}))[0].stop == ("\n",)
+    assert read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a", "stop": "\n"}))[0]["stop"] == ("\n",)

@@ -9,11 +9,11 @@ from torch import Tensor
 from modules.decoder import Decoder
 from modules.generation import generate
 from modules.requests import GenerationRequest
-from modules.scoring import score_windows, windows_likelihood
+from modules.scoring import Window, score_windows, windows_likelihood
 from modules.selectors import PromptSelector
 from modules.sparsity import SparsityStats
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.answerer import Continuation, score_continuations
+from scripts.answerer import score_continuations
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -119,10 +119,10 @@ def test_a_continuation_runs_on_the_neurons_of_the_context_it_was_given() -> Non
     model, launch = tiny_decoder(KINDS["llama"], dtype=torch.float64), ParallelMesh.single("cpu")
     tokens = random_tokens(4, 15).tolist()
     tokens[3] = tokens[0]  # the same text, but another part of it is the context
-    asked = [Continuation(ids, scored) for ids, scored in zip(tokens, (5, 1, 14, 9), strict=True)]
+    asked = [Window(ids, len(ids) - scored) for ids, scored in zip(tokens, (5, 1, 14, 9), strict=True)]
     expected = []
     for one in asked:
-        num_context = len(one.token_ids) - one.num_scored
+        num_context = one.num_context
         states = masked(model, torch.tensor([one.token_ids[:-1]]), num_context if num_context > 1 else 14 // 2)
         logprobs = model.logits(states[0, num_context - 1 :]).log_softmax(-1)
         expected.append(float(logprobs.gather(1, torch.tensor(one.token_ids[num_context:])[:, None]).sum()))
