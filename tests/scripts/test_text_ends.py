@@ -5,17 +5,18 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from transformers import PreTrainedTokenizerFast
 
-from data.files import convert_json
-from scripts.answerer import Answerer, BatchSizes, Call
+from data.files import parse_json
+from scripts.answerer import Answerer, BatchSizes
+from scripts.carried_tasks import AskedList, Listener
 from scripts.command_line import configure_logging
 from scripts.lm_eval_model import EngineLM
 from scripts.model_loading import ModelOptions
@@ -60,18 +61,13 @@ def of_hugging_face(folder: Path, *arguments: Arguments) -> list[str]:
 def carried(folder: Path, *arguments: Arguments) -> list[str]:
     """As scripts.carried_tasks does it: the call is written down as JSON here, and answered there."""
     loaded = ModelOptions(model=str(folder), quiet=True, dtype="float32").load()
-    heard: list[Call] = []
-
-    class Listener(Answerer):
-        def answer(self, call: Call) -> list[Any]:
-            heard.append(call)
-            return [""] * len(call)
-
-    EngineLM(Listener(loaded, BatchSizes(loaded, fixed=2))).generate_until(asked(*arguments))
-    (call,) = heard
-    there = convert_json(json.loads(json.dumps(asdict(call))), Call, "a call")
+    listener = Listener(loaded)
+    EngineLM(listener).generate_until(asked(*arguments))
+    (call,) = listener.calls
+    there = parse_json(msgspec.json.encode(call), AskedList, "a list")
     assert there.digest == call.digest
-    return Answerer(loaded, BatchSizes(loaded, fixed=2), quiet=True).answer(there)
+    answerer = Answerer(loaded, BatchSizes(loaded, fixed=2), quiet=True)
+    return answerer.answer(there.title, there.requests, there.eos_token_ids)
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
