@@ -106,38 +106,6 @@ def test_sampled_tokens_do_not_depend_on_batch_size_or_neighbours(model: Decoder
     assert [result.token_ids for result in shuffled[::-1]] == alone
 
 
-def test_a_finished_rows_place_is_taken_by_the_next_request(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[tuple[str, int]] = []
-    forward = llama.forward
-
-    def recorded(token_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        if "cache" in options:
-            turns.append((options["phase"], token_ids.shape[0]))
-        return forward(token_ids, **options)
-
-    monkeypatch.setattr(llama, "forward", recorded)
-    counts = [2, 6, 3, 2]
-    batch = [
-        GenerationRequest(prompt_token_ids=prompt, max_new_tokens=count)
-        for prompt, count in zip(prompts()[:4], counts, strict=True)
-    ]
-    results = generate(llama, batch, batch_size=2, eos_token_ids=NO_EOS)
-    # Request 0 ends after one step and 2 comes in beside 1; then 3; then 1 goes on alone.
-    assert turns == [
-        ("prefill", 2), ("decode", 2), ("prefill", 1), ("decode", 2), ("decode", 2), ("prefill", 1), ("decode", 2),
-        ("decode", 1),
-    ]  # fmt: skip
-    for prompt, count, result in zip(prompts(), counts, results, strict=False):
-        assert result.token_ids == greedy_by_recomputing(llama, prompt, count)[0]
-
-
-def test_rows_that_come_in_together_are_bounded_in_tokens(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modules.microbatch.MAX_PREFILL_TOKENS", 20)
-    whole = generate(llama, requests(max_new_tokens=4), batch_size=6, eos_token_ids=NO_EOS)
-    for prompt, result in zip(prompts(), whole, strict=True):
-        assert result.token_ids == greedy_by_recomputing(llama, prompt, 4)[0]
-
-
 def test_generation_stops_at_any_of_several_eos_ids(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, llama, [40, 41, 42, 43])
     for eos, expected in [([99, 42], [40, 41, 42]), ([40, 42], [40]), ([99], [40, 41, 42, 43])]:
@@ -162,26 +130,6 @@ def test_a_stop_string_that_spans_tokens_ends_the_text_before_it(
     assert result.finish_reason == "stop"
     assert result.text == decode([40])
     assert result.token_ids == [40, 10, 11, 12], "up to and with the token that completed it"
-
-
-@pytest.mark.parametrize(
-    ("script", "stop", "text"),
-    [
-        ([40, 10, 11, 12], ("P n", "TO", "now"), "aS"),
-        ([40, 10, 11, 44], ("STOP",), None),
-        ([41] * 30 + [13, 10, 11, 12], ("éSTOP",), decode([41] * 30)),
-        ([10, 0, 11, 0, 12], ("STOP",), ""),
-        ([40, 0, 41], ("<0>",), "a"),
-    ],
-)
-def test_the_earliest_of_several_stop_strings_counts(
-    llama: Decoder, monkeypatch: pytest.MonkeyPatch, script: list[int], stop: tuple[str, ...], text: str | None
-) -> None:
-    scripted(monkeypatch, llama, script)
-    options: dict[str, Any] = {"max_new_tokens": len(script), "stop": stop}
-    (result,) = generate(llama, requests(**options)[:1], decode=decode, eos_token_ids=NO_EOS)
-    assert result.text == (decode(script) if text is None else text)
-    assert result.finish_reason == ("length" if text is None else "stop")
 
 
 def test_stop_strings_need_a_decoder(llama: Decoder) -> None:
@@ -280,26 +228,6 @@ def test_densities_are_each_rows_own_and_of_its_decode_steps() -> None:
     assert together[2].mlp_density == 1.0, "no decode step: its dense prompt"
     assert all(result.head_density == 1.0 for result in together)
     assert stats.executions()["gather"] > 0 and model.stats is stats and not stats.row_counts
-
-
-@pytest.mark.parametrize("length", [1, 30])
-def test_the_density_of_an_answer_leaves_its_prompt_out(length: int) -> None:
-    """However long it is, and although every token of it selects for itself."""
-    model = tiny_decoder(LLAMA)
-
-    class OneNeuronWhileDecoding:
-        lookahead = 0
-
-        def select(self, hidden_states: torch.Tensor, context: SelectionContext) -> ActiveSet | None:
-            kept = 1 if context.phase == "decode" else 60
-            rows = hidden_states.shape[0] * hidden_states.shape[1]
-            return ActiveSet((torch.arange(80) < kept).expand(rows, -1))
-
-    apply_sparsity(model, {(layer, "mlp"): OneNeuronWhileDecoding() for layer in range(3)})
-    request = GenerationRequest(prompt_token_ids=list(range(3, 3 + length)), max_new_tokens=5)
-    assert generate(model, [request], eos_token_ids=NO_EOS)[0].mlp_density == 1 / 80
-    only_prompt = GenerationRequest(prompt_token_ids=request.prompt_token_ids, max_new_tokens=1)
-    assert generate(model, [only_prompt], eos_token_ids=NO_EOS)[0].mlp_density == 60 / 80
 
 
 def test_callbacks_and_timings_hear_of_every_token(llama: Decoder) -> None:

@@ -90,10 +90,9 @@ def requests(kind: str, **options: Any) -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("batch_size", [2, 5])
-@pytest.mark.parametrize("kind", PENALTIES)
-def test_greedy_text_is_that_of_hugging_face_in_ragged_batches(kind: str, batch_size: int) -> None:
-    found = generate(ours(), requests(kind), batch_size=batch_size, eos_token_ids=())
+@pytest.mark.parametrize("kind", ["none", "repetition", "trigrams", "words", "all"])
+def test_greedy_text_is_that_of_hugging_face_in_ragged_batches(kind: str) -> None:
+    found = generate(ours(), requests(kind), batch_size=2, eos_token_ids=())
     expected = [hugging_face(kind, tuple(prompt)) for prompt in PROMPTS]
     assert [result.token_ids for result in found] == expected
     if kind != "none":
@@ -101,19 +100,7 @@ def test_greedy_text_is_that_of_hugging_face_in_ragged_batches(kind: str, batch_
         assert any(changed), "a penalty that changes nothing shows nothing"
 
 
-def test_the_batch_of_hugging_face_itself_has_the_same_text() -> None:
-    width = max(LENGTHS)
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    batch = theirs().generate(
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0,
-        **PENALTIES["repetition"],
-    )  # fmt: skip
-    found = generate(ours(), requests("repetition"), batch_size=5, eos_token_ids=())
-    assert [result.token_ids for result in found] == batch[:, width:].tolist()
-
-
-@pytest.mark.parametrize("kind", ["repetition", "all"])
+@pytest.mark.parametrize("kind", ["all"])
 def test_log_probabilities_stay_those_of_the_model(kind: str) -> None:
     for prompt, result in zip(PROMPTS, generate(ours(), requests(kind), eos_token_ids=()), strict=True):
         logits = ours().logits(ours()(torch.tensor([prompt + result.token_ids])))[0, len(prompt) - 1 : -1]

@@ -53,16 +53,8 @@ def test_top_k_and_top_p_draw_from_the_renormalised_rest() -> None:
     assert set(both.nonzero().flatten().tolist()) == {1, 3}, "top_p is a share of what top_k keeps"
 
 
-def test_top_p_keeps_the_token_that_crosses_the_threshold() -> None:
-    weights = torch.tensor([[0.5, 0.25, 0.125, 0.125]]) / 0.5
-    for top_p, kept in [(0.49, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 3), (0.99, 4), (1.0, 4)]:
-        values, _ = kept_tokens(weights, [SamplingParams(temperature=1.0, top_p=top_p)])
-        assert int((values > 0).sum()) == kept, top_p
-
-
 @pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.9999}, {"top_k": 3, "top_p": 0.5}])
-@pytest.mark.parametrize("min_p", [0.0, 0.2, 0.5, 1.0])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("min_p", "temperature"), [(0.2, 0.5), (0.2, 3.0), (1.0, 1.0)])
 def test_min_p_keeps_what_hugging_face_keeps(limits: dict[str, Any], min_p: float, temperature: float) -> None:
     scores = TemperatureLogitsWarper(temperature)(None, LOGITS[None])
     warpers = [TopKLogitsWarper(limits["top_k"])] if "top_k" in limits else []
@@ -80,13 +72,9 @@ def test_top_k_minus_one_means_all_and_one_means_greedy() -> None:
     everything = draws(LOGITS, SamplingParams(temperature=3.0, top_k=-1, top_p=1.0), 5_000)
     assert (everything > 0).all()
     assert draws(LOGITS, SamplingParams(temperature=3.0, top_k=1), 100).argmax() == 1
+    assert SamplingParams(top_k=0) == SamplingParams(top_k=-1)
     assert draws(LOGITS, SamplingParams(temperature=1.0, top_k=500), 2_000).count_nonzero() > 8, "more than there are"
     assert int((draws(LOGITS, SamplingParams(temperature=1e-6), 100) > 0).sum()) == 1
-
-
-def test_top_k_zero_is_minus_one() -> None:
-    assert SamplingParams(temperature=1.0, top_k=0) == SamplingParams(temperature=1.0, top_k=-1)
-    assert not SamplingParams(temperature=1.0, top_k=0).is_limited
 
 
 def test_equally_likely_tokens_at_the_border_are_kept_by_lowest_id() -> None:

@@ -69,11 +69,6 @@ def test_greedy_flags_mark_the_models_first_choice(model: Decoder) -> None:
     assert score_tokens(model, [token_ids])[0].greedy.tolist() == expected
 
 
-def test_float64_models_are_scored_in_float64() -> None:
-    model = tiny_decoder(LLAMA, dtype=torch.float64)
-    assert token_logprobs(model, random_tokens(1, 5))[0].dtype == torch.float64
-
-
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [([5] * 65, "sequence 1: 65 tokens do not fit the model's context of 64"), ([5, 131], "token id 131 lies outside")],

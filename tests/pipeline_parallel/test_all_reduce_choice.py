@@ -94,14 +94,6 @@ def test_a_table_is_found_by_device_ranks_and_transport_and_the_nearest_hidden_s
     assert len(warnings) == 1
 
 
-def test_of_two_files_the_later_counts(tmp_path: Path) -> None:
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    write_choice_tables(paths[0], [table()])
-    write_choice_tables(paths[1], [table(fastest={"1": "nccl"})])
-    found = find_choice_table("GPU A", 2, 4096, "p2p", paths)
-    assert found is not None and found.fastest == {"1": "nccl"}
-
-
 def test_shipped_files_can_be_read(warnings: list[str]) -> None:
     for path in CONFIGS_DIR.glob("*.json"):
         assert read_choice_tables(path)
@@ -115,20 +107,12 @@ ROW = {"device": "GPU A", "ranks": 2, "hidden_size": 4096, "transport": "p2p", "
     ("content", "message"),
     [
         ("{", "Expecting property name"),
-        ([], "expected `object`, got `array`"),
         ({"choices": [], "other": 1}, "object contains unknown field `other`"),
-        ({"choices": [3]}, r"`choices\[0\]`: expected `object`, got `int`"),
         ({"choices": [ROW, ROW]}, "table 1: there is one already for 2 x GPU A, hidden size 4096, p2p"),
-        ({"choices": [ROW | {"new": 1}]}, r"`choices\[0\]`: object contains unknown field `new`"),
         ({"choices": [{"device": "GPU A"}]}, r"`choices\[0\]`: object missing required field `ranks`"),
-        ({"choices": [ROW | {"device": 7}]}, r"`choices\[0\].device`: expected `str`, got `int`"),
         ({"choices": [ROW | {"ranks": 1}]}, r"`choices\[0\].ranks`: expected `int` >= 2"),
-        ({"choices": [ROW | {"hidden_size": "4096"}]}, r"`choices\[0\].hidden_size`: expected `int`, got `str`"),
-        ({"choices": [ROW | {"transport": "nvls"}]}, r"`choices\[0\].transport`: invalid enum value 'nvls'"),
-        ({"choices": [ROW | {"fastest": []}]}, r"`choices\[0\].fastest`: expected `object`, got `array`"),
         ({"choices": [ROW | {"fastest": {}}]}, "there is no token count"),
         ({"choices": [ROW | {"fastest": {"many": "nccl"}}]}, "'many' is not a token count"),
-        ({"choices": [ROW | {"fastest": {"0": "nccl"}}]}, "'0' is not a token count"),
         ({"choices": [ROW | {"fastest": {"4": "nccl", "1": "nccl"}}]}, "counts must rise, and 1 comes after 4"),
         ({"choices": [ROW | {"fastest": {"1": "ring"}}]}, r"`choices\[0\].fastest\[...\]`: invalid enum value 'ring'"),
         ('{"choices": [{"device": "a", "device": "b"}]}', "'device' stands twice in one object"),
@@ -171,11 +155,9 @@ def test_both_forms_of_the_split_files_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([SPLIT], "expected `object`, got `array`"),
         ({}, "there is no token count"),
         ({"-5": SPLIT}, "'-5' is not a token count"),
         ({"2048": SPLIT, "1024": SPLIT}, "token counts must rise, and 1024 comes after 2048"),
-        ({"1024": 3}, "1024 tokens: expected `object`, got `int`"),
         (
             {"1024": SPLIT | {"split_offset": 0}},
             "expected one of chunk_offset and split_offset, found chunk_offset and",
@@ -184,11 +166,8 @@ def test_both_forms_of_the_split_files_load(tmp_path: Path) -> None:
             {"1024": {"attention_ctas": 1, "mlp_ctas": 1}},
             "expected one of chunk_offset and split_offset, found neither",
         ),
-        ({"1024": SPLIT | {"ctas": 1}}, "1024 tokens: object contains unknown field `ctas`"),
-        ({"1024": {"attention_ctas": 1, "chunk_offset": 0}}, "1024 tokens: object missing required field `mlp_ctas`"),
         ({"1024": SPLIT | {"mlp_ctas": -1}}, "1024 tokens: `mlp_ctas`: expected `int` >= 0"),
         ({"1024": SPLIT | {"chunk_offset": 512}}, "chunk_offset must be an integer, from -511 to 511, not 512"),
-        ({"1024": SPLIT | {"chunk_offset": -512}}, "chunk_offset must be an integer, from -511 to 511, not -512"),
         ({"5": SPLIT | {"chunk_offset": 3}}, "from -2 to 2, not 3"),
     ],
 )

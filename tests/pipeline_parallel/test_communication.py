@@ -20,10 +20,3 @@ def test_nccls_sum_is_that_of_the_group_in_its_own_type_or_in_float32(name: str,
     with mock.patch.object(communication, "dist", ThreadNetwork()):
         for found in on_threads(3, 1, total):
             assert found.tolist() == [[6.0] * 3] * 2 and found.dtype == dtype
-
-
-def test_an_unknown_all_reduce_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="all-reduce 'ring' is not one of nccl float32, nccl, torch one-shot, torch two-shot"
-    ):
-        reduce_by("ring", torch.zeros(1), mock.Mock())

@@ -2,7 +2,6 @@
 stay with their owners over all half-blocks and a hand-off, and what comes out is the whole model's."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from pipeline_parallel.kernels.all_reduce_norm import owned_rows
 from pipeline_parallel.mesh import ParallelMesh
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import tiny_hf_model
-from tests.pipeline_parallel.thread_operator import ThreadOperator, by_tokens, fuse, loaded
+from tests.pipeline_parallel.thread_operator import by_tokens, fuse, loaded
 from tests.pipeline_parallel.thread_ranks import on_threads
 
 
@@ -44,22 +43,9 @@ def logits_of(model: Decoder, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
     return found
 
 
-def test_the_operator_that_threads_play_has_two_memories_by_turns_as_a_workspace_has() -> None:
-    def run(mesh: ParallelMesh) -> list[bool]:
-        operator, found = ThreadOperator(mesh, 4), []
-        first, places = operator.memory(3), []
-        for _ in range(3):
-            places.append(operator.memory(3).data_ptr())
-            found.append(bool(operator.memory(3).isnan().all()))  # nobody reads what an earlier call left
-            operator(operator.memory(3).fill_(1.0), None, None, None, "one-shot", None)
-        operator.begin(3, None)
-        return [*found, places[0] == places[2] != places[1], operator.memory(3).data_ptr() == first.data_ptr()]
-
-    assert on_threads(2, 1, run) == [[True] * 5] * 2
-
-
-@pytest.mark.parametrize("strategy_for", [by_tokens, lambda tokens: "two-shot"], ids=["by-tokens", "two-shot"])
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (3, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "strategy_for"), [(3, 1, by_tokens), (2, 3, by_tokens), (2, 1, lambda tokens: "two-shot")]
+)
 @pytest.mark.parametrize("kind", ["llama-biases", "opt"])
 def test_logits_are_those_of_one_process(
     kind: str, tp_size: int, pp_size: int, strategy_for: Callable[[int], str]
@@ -231,37 +217,9 @@ def test_ranks_that_differ_stay_unfused_together(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, "another"])
     choose_all_reduce(model, mesh, "auto")
-    assert isinstance(model.add_norm, ReducingAddNorm)
+    assert isinstance(model.add_norm, ReducingAddNorm) and describe_all_reduce(model) == "gloo"
     with pytest.raises(ValueError, match="--all-reduce fused: the ranks differ in their GPUs"):
         choose_all_reduce(model, mesh, "fused")
-
-
-@pytest.mark.parametrize(("device", "library"), [("cpu", "gloo"), ("cuda", "nccl")])
-def test_what_adds_up_instead_is_named_as_it_is_on_that_device(
-    device: str, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
-    model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh))
-    mesh = replace(mesh, device=torch.device(device))
-    monkeypatch.setattr(Decoder, "device", mesh.device)
-    monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
-    said: list[str] = []
-    monkeypatch.setattr("pipeline_parallel.fused_add_norm.logger.info", said.append)
-    choose_all_reduce(model, mesh, "auto")
-    reason = {
-        "cpu": "needs GPUs that share memory, and the model is on cpu",
-        "cuda": "takes bfloat16 and float16, and the weights are torch.float32",
-    }[device]
-    assert said == [f"--all-reduce auto: {library}, since the fused kernel {reason}"]
-    with pytest.raises(ValueError, match=f"--all-reduce fused: the fused kernel {reason}"):
-        choose_all_reduce(model, mesh, "fused")
-
-
-def test_no_tensor_parallelism_no_choice() -> None:
-    model = build_on_meta(ModelConfig.from_hf(LLAMA))
-    before = model.add_norm
-    choose_all_reduce(model, ParallelMesh.single("cpu"), "fused")
-    assert model.add_norm is before
 
 
 def test_strategies_follow_the_table_or_the_size() -> None:

@@ -74,11 +74,6 @@ def test_sizes_that_do_not_fit_the_processes_are_refused_with_both_numbers(
         check_sizes(tp_size, pp_size, world_size)
 
 
-@given(sizes, sizes, sizes)
-def test_what_is_left_over_is_data_parallel(tp_size: int, pp_size: int, dp_size: int) -> None:
-    check_sizes(tp_size, pp_size, tp_size * pp_size * dp_size)
-
-
 def test_a_place_outside_of_its_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="tp_rank 2 is not within tp_size 2"):
         ParallelMesh(tp_rank=2, tp_size=2, device=CPU)

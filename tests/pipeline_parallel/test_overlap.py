@@ -71,13 +71,18 @@ def calls_of(model: Decoder, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
     return [*found, cache.cache_seqlens]
 
 
-@pytest.mark.parametrize("tp_size", [2, 3])
 @pytest.mark.parametrize(
-    ("kind", "junction"),
-    [(kind, junction) for kind in ("llama-biases", "llama-9-heads-3-groups", "opt") for junction in JUNCTIONS]
-    + [("opt-post-norm-projected", "nccl")],
+    ("kind", "junction", "tp_size"),
+    [
+        ("llama-biases", "nccl", 2),
+        ("llama-biases", "fused-two-shot", 3),
+        ("llama-9-heads-3-groups", "fused-by-tokens", 2),
+        ("opt", "nccl", 3),
+        ("opt", "fused-by-tokens", 2),
+        ("opt-post-norm-projected", "nccl", 2),
+    ],
 )
-def test_split_passes_have_the_numbers_of_whole_ones(kind: str, tp_size: int, junction: str) -> None:
+def test_split_passes_have_the_numbers_of_whole_ones(kind: str, junction: str, tp_size: int) -> None:
     """Of ragged rows, of which one ends within the first half, and one just there."""
     hf_config, tokens, lengths = KINDS[kind], random_tokens(3, 15), torch.tensor([7, 1, 3])
     weights = tiny_hf_model(hf_config).state_dict()
@@ -249,11 +254,7 @@ def test_auto_splits_only_what_was_measured_and_a_number_splits_anyway(
     [
         (0, {"tp_size": 2}, ""),
         (1024, {}, ""),
-        (
-            1024,
-            {"tp_size": 2, "pp_size": 2},
-            "1024: prefills are not split, since 2 pipeline stages hand on whole passes",
-        ),
+        (9, {"tp_size": 2, "pp_size": 2}, "9: prefills are not split, since 2 pipeline stages hand on whole passes"),
     ],
 )
 def test_where_nothing_is_split(measured: Path, tokens: Any, sizes: dict[str, int], message: str) -> None:
