@@ -25,6 +25,7 @@ OF_THE_RUN = frozenset(
     | {"seconds", "dense_seconds", "timing", "source", "source_fingerprint", "sources", "files", "sums", "samples"}
     | {"format_version", "config_hash", "fingerprint"}
 )
+LINE_OF_THE_RUN = "measured on "  # of a summary: machine, commit and date
 # Hashes of other files, which differ with those files' manifests; as `file name: keys`.
 IDENTITIES = {
     "budget": {"predictors"},
@@ -54,7 +55,8 @@ def read_entries(path: Path, name: str) -> Iterator[tuple[str, Entry]]:
             value = json.loads(line)
             yield f"{name}:{_line_name(value, number)}", json_entry(value, path.name)
     else:
-        text = path.read_text(errors="replace")
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        text = "".join(line for line in lines if not line.startswith(LINE_OF_THE_RUN))
         yield name, {"lines": text.count("\n"), "sha256": _sum(text.encode()), "first": text[:80]}
 
 
