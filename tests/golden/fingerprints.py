@@ -25,7 +25,7 @@ OF_THE_RUN = frozenset(
     | {"seconds", "dense_seconds", "timing", "source", "source_fingerprint", "sources", "files", "sums", "samples"}
     | {"format_version", "config_hash", "fingerprint"}
 )
-LINE_OF_THE_RUN = "measured on "  # of a summary: machine, commit and date
+LINE_OF_THE_RUN = ", commit "  # of a summary: machine, commit and date
 # Hashes of other files, which differ with those files' manifests; as `file name: keys`.
 IDENTITIES = {
     "budget": {"predictors"},
@@ -56,7 +56,7 @@ def read_entries(path: Path, name: str) -> Iterator[tuple[str, Entry]]:
             yield f"{name}:{_line_name(value, number)}", json_entry(value, path.name)
     else:
         lines = path.read_text(errors="replace").splitlines(keepends=True)
-        text = "".join(line for line in lines if not line.startswith(LINE_OF_THE_RUN))
+        text = "".join(line for line in lines if LINE_OF_THE_RUN not in line)
         yield name, {"lines": text.count("\n"), "sha256": _sum(text.encode()), "first": text[:80]}
 
 
