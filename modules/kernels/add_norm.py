@@ -21,7 +21,7 @@ from loguru import logger
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules.kernels.arguments import DTYPES, MAX_HIDDEN_SIZE
+from modules.kernels.arguments import DTYPES, MAX_HIDDEN_SIZE, Expected, check_tensors
 
 try:
     import triton
@@ -180,8 +180,23 @@ def fused_add_norm(
     The kernel on a GPU or under Triton's interpreter, else the reference. ValueError on a type, shape, device or layout
     that does not fit. Nothing here waits for the device or tunes itself: a CUDA graph can hold it.
     """
-    check(partial, residual, {"weight": weight, "norm_bias": norm_bias, "bias": bias}, kind, out_dtype)
-    check_parts(partial, more, out, out_dtype)
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
+    if out_dtype not in DTYPES:
+        raise ValueError(f"out_dtype {out_dtype} is not one of {DTYPES}")
+    if partial.dim() == 0 or not 0 < partial.shape[-1] <= MAX_HIDDEN_SIZE:
+        raise ValueError(f"partial {tuple(partial.shape)} has no last dim of 1 to {MAX_HIDDEN_SIZE} elements")
+    shape, width = tuple(partial.shape), (partial.shape[-1],)
+    expected: dict[str, Expected] = {
+        "partial": (partial, shape, DTYPES),
+        "residual": (residual, shape, (torch.float32,)),
+        "weight": (weight, width, DTYPES),
+        "norm_bias": (norm_bias, width, DTYPES),
+        "bias": (bias, width, DTYPES),
+        "more": (more, (0 if more is None else len(more), *shape), (partial.dtype,)),
+        "out": (out, shape, (out_dtype,)),
+    }
+    check_tensors(expected, partial.device)
     # Whether the kernel is interpreted was settled when it was decorated, not by today's value of the variable.
     interpreted = triton is not None and not isinstance(add_norm_kernel, triton.JITFunction)
     if triton is None and partial.is_cuda:
@@ -223,45 +238,3 @@ def fused_add_norm(
 @functools.cache  # said once
 def warn_of_reference() -> None:
     logger.warning("triton is not installed: the residual junction runs in several passes, as plain PyTorch")
-
-
-def check(
-    partial: Tensor,
-    residual: Tensor | None,
-    vectors: dict[str, Tensor | None],
-    kind: str,
-    out_dtype: torch.dtype,
-) -> None:
-    """ValueError on the first argument that does not fit `partial`."""
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
-    if out_dtype not in DTYPES:
-        raise ValueError(f"out_dtype {out_dtype} is not one of {DTYPES}")
-    if partial.dim() == 0 or not 0 < partial.shape[-1] <= MAX_HIDDEN_SIZE:
-        raise ValueError(f"partial {tuple(partial.shape)} has no last dim of 1 to {MAX_HIDDEN_SIZE} elements")
-    tensors = {"partial": (partial, partial.shape, DTYPES), "residual": (residual, partial.shape, (torch.float32,))}
-    tensors |= {name: (vector, partial.shape[-1:], DTYPES) for name, vector in vectors.items()}
-    for name, (tensor, shape, dtypes) in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} does not fit partial {tuple(partial.shape)}")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} is {tensor.dtype}, not one of {dtypes}")
-        if tensor.device != partial.device:
-            raise ValueError(f"{name} is on {tensor.device}, partial on {partial.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous: strides {tensor.stride()}")
-
-
-def check_parts(partial: Tensor, more: Tensor | None, out: Tensor | None, out_dtype: torch.dtype) -> None:
-    """ValueError unless further parts of the sum, and where hidden goes, fit `partial`."""
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...], torch.dtype]] = {
-        "more": (more, (0 if more is None else len(more), *partial.shape), partial.dtype),
-        "out": (out, tuple(partial.shape), out_dtype),
-    }
-    for name, (tensor, shape, dtype) in expected.items():
-        if tensor is not None and (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}")
-        if tensor is not None and (tensor.device != partial.device or not tensor.is_contiguous()):
-            raise ValueError(f"{name} is not contiguous on {partial.device}")

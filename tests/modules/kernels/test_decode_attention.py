@@ -1,42 +1,132 @@
 """Attention of one token per row: the reference on a CPU, what the kernel compiles to, and the kernel on a GPU."""
 
 import re
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from modules.kernels import decode_attention
 from modules.kernels.decode_attention import SplitHeads, Tuning, attend, default_tuning
 from modules.kernels.early_selection import EarlySelection
-from tests.modules.kernels import decode_attention_cases as cases
-from tests.modules.kernels.compiled import compiled_ptx, compiles
+from tests.modules.kernels.kernel_checks import DEVICES, DTYPES, NAN, captured, compiled_ptx, compiles, poisoned
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes; cache_seqlens of the rows, which are positions without the new token's."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    max_seqlen: int
+    cache_seqlens: tuple[int, ...]
+    is_selective: bool = False
+
+
+SMALL_CASES = [
+    Case(2, 2, 16, 40, (0,)),
+    Case(3, 1, 16, 40, (39,)),
+    Case(8, 2, 64, 130, (128,)),
+    Case(8, 1, 80, 70, (32,)),
+    Case(6, 3, 24, 50, (3, 50, 17), is_selective=True),
+]
+LARGE_CASES = [
+    Case(24, 8, 128, 1024, (511,)),
+    Case(24, 8, 128, 9000, (8191,), is_selective=True),
+    Case(32, 32, 128, 1024, (512,)),
+    Case(9, 3, 64, 512, (100, 511, 0, 63)),
+    Case(32, 8, 80, 700, (1, 2, 3, 699, 700, 31, 32, 33), is_selective=True),
+    Case(8, 8, 16, 100, (77,)),
+]
+
+
+def attention_inputs(case: Case, dtype: torch.dtype, *, device: str = "cpu") -> dict[str, Any]:
+    """Arguments of attention; what lies beyond a row's length is NaN, and so are inactive groups."""
+    rows = len(case.cache_seqlens)
+    cache_seqlens = torch.tensor(case.cache_seqlens)
+    active_groups = torch.rand(rows, case.num_groups) < 0.5
+    active_groups[:, -1] = True
+    unused = torch.arange(case.max_seqlen)[:, None] > cache_seqlens[:, None, None]
+    unused = unused if not case.is_selective else unused | ~active_groups[:, None]
+    # Positions before groups, which no cache of this repository has: strides are to be used.
+    keys, values = (
+        torch.randn(rows, case.max_seqlen, case.num_groups, case.head_dim)
+        .masked_fill(unused[..., None], NAN)
+        .to(device, dtype)
+        .transpose(1, 2)
+        for _ in range(2)
+    )
+    return {
+        "queries": torch.randn(rows, case.num_heads, case.head_dim).to(device, dtype) * 2,
+        "keys": keys,
+        "values": values,
+        "cache_seqlens": cache_seqlens.to(device),
+        "active_groups": active_groups.to(device) if case.is_selective else None,
+    }
+
+
+def active_heads(inputs: dict[str, Any]) -> Tensor:
+    """Bool [B, N]: those of which anything is promised."""
+    rows, heads = inputs["queries"].shape[:2]
+    active = inputs["active_groups"]
+    if active is None:
+        return torch.ones(rows, heads, dtype=torch.bool, device=inputs["queries"].device)
+    return active.repeat_interleave(heads // active.shape[1], dim=1)
+
+
+def equation(inputs: dict[str, Any]) -> Tensor:
+    """[B, N, H] in float64, row by row over what is in the cache."""
+    keys, values = inputs["keys"].double(), inputs["values"].double()
+    lengths = (inputs["cache_seqlens"] + 1).clamp(max=keys.shape[2]).tolist()
+    rows = []
+    for row, length in enumerate(lengths):
+        k, v = (cache[row : row + 1, :, :length] for cache in (keys, values))
+        queries = inputs["queries"][row, None, :, None].double()
+        rows.append(F.scaled_dot_product_attention(queries, k, v, enable_gqa=True)[0, :, 0])
+    return torch.stack(rows)
+
+
+def assert_equation_holds(case: Case, dtype: torch.dtype, *, device: str = "cpu", **options: Any) -> SplitHeads:
+    """The combined heads; what no split has seen is marked as empty, not NaN."""
+    inputs = attention_inputs(case, dtype, device=device)
+    with poisoned():
+        heads = attend(**inputs, **options)
+    active, expected = active_heads(inputs), equation(inputs)
+    combined = heads.combined(torch.float32)
+    # The weights of the values are rounded to 16 bits, the result here is not.
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(combined[active].double(), expected[active], rtol=1e-5, atol=eps + 1e-5)
+    outputs, maxima, sums = heads.outputs[active], heads.maxima[active], heads.sums[active]
+    assert not (outputs.isnan().any() or maxima.isnan().any() or sums.isnan().any())
+    is_empty = maxima == float("-inf")
+    assert torch.equal(is_empty, sums == 0) and not outputs[is_empty].any()
+    return heads
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", cases.SMALL_CASES)
-def test_equation_holds(case: cases.Case, dtype: torch.dtype, device: str) -> None:
-    cases.assert_equation_holds(case, dtype, device=device)
+@pytest.mark.parametrize("case", SMALL_CASES)
+def test_equation_holds(case: Case, dtype: torch.dtype, device: str) -> None:
+    assert_equation_holds(case, dtype, device=device)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", cases.LARGE_CASES)
-def test_kernel_follows_the_equation_at_sizes_of_models(case: cases.Case, dtype: torch.dtype) -> None:
-    cases.assert_equation_holds(case, dtype, device="cuda")
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_kernel_follows_the_equation_at_sizes_of_models(case: Case, dtype: torch.dtype) -> None:
+    assert_equation_holds(case, dtype, device="cuda")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("tuning", [Tuning(1, 64, 4), Tuning(16, 16, 1), Tuning(4, 32, 2), Tuning(32, 64, 8)])
 def test_any_launch_shape_gives_the_same(tuning: Tuning) -> None:
     for length in (1, 16, 17, 500, 1023):
-        case = cases.Case(24, 8, 128, 1024, (length - 1,))
-        cases.assert_equation_holds(case, torch.bfloat16, device="cuda", tuning=tuning)
+        case = Case(24, 8, 128, 1024, (length - 1,))
+        assert_equation_holds(case, torch.bfloat16, device="cuda", tuning=tuning)
 
 
 def test_splits_are_weighed_by_their_maxima_and_empty_ones_count_for_nothing() -> None:
@@ -85,10 +175,10 @@ def test_default_launch_has_at_most_four_programs_a_multiprocessor(
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        attend(**{**cases.attention_inputs(cases.SMALL_CASES[2], torch.float32), **changes})
+        attend(**{**attention_inputs(SMALL_CASES[2], torch.float32), **changes})
 
 
-def attention_ptx(case: cases.Case) -> str:
+def attention_ptx(case: Case) -> str:
     """PTX for sm_90 of a bfloat16 model; nothing is selected early."""
     import triton
 
@@ -105,12 +195,8 @@ def attention_ptx(case: cases.Case) -> str:
 
 
 @compiles
-def test_kernel_reads_16_bytes_at_a_time_and_multiplies_on_tensor_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ptx = attention_ptx(cases.LARGE_CASES[0])
+def test_kernel_reads_16_bytes_at_a_time_and_multiplies_on_tensor_cores() -> None:
+    ptx = attention_ptx(LARGE_CASES[0])
     before, after = ptx.split("griddepcontrol.wait")[:2]
     per_tile = 2 * (32 * 128 // (8 * 128))  # keys and values; loads of 8 elements by 128 threads
     widths = [re.findall(r"\bld\.global(\S*)", part) for part in (before, after)]
@@ -123,20 +209,16 @@ def test_kernel_reads_16_bytes_at_a_time_and_multiplies_on_tensor_cores(
 
 @pytest.mark.cuda
 def test_a_captured_graph_follows_lengths_and_groups() -> None:
-    case = cases.Case(24, 8, 128, 1024, (1023,))
-    inputs = cases.attention_inputs(case, torch.bfloat16, device="cuda")
+    case = Case(24, 8, 128, 1024, (1023,))
+    inputs = attention_inputs(case, torch.bfloat16, device="cuda")
     inputs["active_groups"] = torch.ones(1, 8, dtype=torch.bool, device="cuda")
-    attend(**inputs)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(**inputs)
+    result, graph = captured(lambda: attend(**inputs))
     for position in (0, 100, 1023):
         inputs["cache_seqlens"].fill_(position)
         inputs["active_groups"].copy_(torch.rand(1, 8, device="cuda") < 0.5)
-        for tensor in (captured.outputs, captured.maxima, captured.sums):
+        for tensor in (result.outputs, result.maxima, result.sums):
             tensor.fill_(float("nan"))
         graph.replay()
-        active = cases.active_heads(inputs)
-        found, expected = captured.combined(torch.bfloat16), attend(**inputs).combined(torch.bfloat16)
+        active = active_heads(inputs)
+        found, expected = result.combined(torch.bfloat16), attend(**inputs).combined(torch.bfloat16)
         assert torch.equal(found[active], expected[active]) and found[~active].isnan().all()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline_parallel.kernels.all_reduce_norm import owned_rows
 from pipeline_parallel.kernels.workspace import Workspace
-from tests.modules.kernels import add_norm_cases
+from tests.modules.kernels.kernel_checks import EPS, normed
 
 OPTIONS = ("residual", "weight", "norm_bias", "bias")
 
@@ -51,7 +51,7 @@ class Call:
         found = self.inputs(hidden_size, dtype)
         if found["residual"] is not None:
             found["residual"] = found["residual"][self.rows(rank, world_size)]
-        options = {"kind": self.kind, "eps": add_norm_cases.EPS, "strategy": self.strategy}
+        options = {"kind": self.kind, "eps": EPS, "strategy": self.strategy}
         return {"num_tokens": self.num_tokens, **found, **options}
 
 
@@ -96,7 +96,7 @@ def assert_right(
     for tensor in (inputs["bias"], inputs["residual"]):
         if tensor is not None:
             total, exact = tensor.float() + total, exact + tensor.double()
-    expected = add_norm_cases.equation(exact, inputs["weight"], inputs["norm_bias"], call.kind)
+    expected = normed(exact, inputs["weight"], inputs["norm_bias"], call.kind)
     rounding = torch.finfo(dtype).eps * (1 if truncates else 0.5)
     for rank, (hidden, new_residual) in enumerate(results):
         place = f"{call}, rank {rank}: "

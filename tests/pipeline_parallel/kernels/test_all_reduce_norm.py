@@ -24,8 +24,7 @@ from pipeline_parallel.kernels.all_reduce_norm import (
 )
 from pipeline_parallel.kernels.barrier import begin
 from pipeline_parallel.kernels.workspace import Workspace, workspace_of
-from tests.modules.kernels import add_norm_cases
-from tests.modules.kernels.compiled import compiles
+from tests.modules.kernels.kernel_checks import EPS, compiles
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import OPTIONS, Call, assert_right
 
 needs_triton = pytest.mark.skipif(operator.triton is None, reason="triton is not installed")
@@ -43,7 +42,7 @@ def test_reference_follows_the_equation(world_size: int, dtype: torch.dtype) -> 
     for index, (kind, num_tokens, present) in enumerate(product(KINDS, (0, 1, 77), options)):
         call = Call(index=index, num_tokens=num_tokens, strategy="one-shot", kind=kind, present=present)
         partials = torch.stack([call.partial(rank, 48, dtype) for rank in range(world_size)])
-        result = reference_all_reduce_norm(partials, **call.inputs(48, dtype), kind=kind, eps=add_norm_cases.EPS)
+        result = reference_all_reduce_norm(partials, **call.inputs(48, dtype), kind=kind, eps=EPS)
         assert_right(call, [result] * world_size, 48, dtype)
 
 
