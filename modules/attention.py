@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
+from modules.kernels.arguments import MAX_QUERIES_PER_GROUP
 from modules.kernels.decode_attention import attend
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.project_heads import project_heads
@@ -91,7 +92,8 @@ class Attention(nn.Module):
         """A decode step of one row in three kernels; inactive groups skip their queries, attention and output rows."""
         fused, cache = forward_pass.fused, forward_pass.cache
         assert fused is not None and cache is not None
-        active, context = fused.select("attention", self.layer_idx, states, forward_pass, _not_computed)
+        context = forward_pass.step_context("attention", self.layer_idx, _not_computed)
+        active = fused.select(states, context)
         assert not isinstance(active, ActiveList), "attention takes the flags of its groups, not a list"
         forward_pass.count(context, self.num_units, "dense" if active is None else "gather", active)
         groups = None if active is None else active.mask
@@ -140,6 +142,10 @@ class Attention(nn.Module):
             heads = heads.unflatten(2, (-1, self.queries_per_group))
             heads = heads.masked_fill(~mask[:, groups].view(mask.shape[0], 1, -1, 1, 1), 0).flatten(2, 3)
         return torch.matmul(heads.flatten(2), self.o_proj.rows(channels))
+
+    def can_fuse(self) -> bool:
+        """Whether a decode step of it runs in kernels: not with more queries per group, nor with thinned inputs."""
+        return self.queries_per_group <= MAX_QUERIES_PER_GROUP and not self.thinned_parts()
 
     def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
         """Those of the four projections whose inputs are thinned out, and the weights an entry stands for (of what this

@@ -6,28 +6,18 @@ memory that one fill has zeroed for the whole step, positions are rotated and ca
 of several rows together stays with the library (`Attention.forward`); their MLPs take the kernels where units are
 skipped.
 
-`can_fuse` says which models decode like that, with `begin_step` and `run_step`.
+`Decoder.can_fuse` says which models decode like that.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from modules.cache import KVCache
-from modules.forward_pass import ForwardPass
-from modules.kernels.arguments import DTYPES, MAX_QUERIES_PER_GROUP
-from modules.kernels.deferred_norm import DeferredNorm, triton
+from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.early_selection import EarlyGroups, EarlySelection, EarlyUnits, ExtraRows
-from modules.kernels.norm_linear import norm_linear
-from modules.normalization import Norm, add_norm, deferred_add_norm
-from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, Selector
-
-if TYPE_CHECKING:
-    from modules.decoder import Decoder
+from modules.sparsity import ActiveList, ActiveSet, Block, SelectionContext, Selector
 
 Choice = ActiveList | ActiveSet | None  # None: dense
 
@@ -87,129 +77,70 @@ def choose(selector: Selector, source: DeferredNorm, context: SelectionContext, 
     return selector.select(source.normed()[:, None], context)
 
 
-def can_fuse(model: Decoder) -> bool:
-    """Whether decode steps run in fused kernels: pre-norm models of any type but float64, whole on one GPU, or
-    dense and with each layer shared by several."""
-    whole = model.links is None and (not model.is_sparse if model.shards else model.add_norm is add_norm)
-    on_gpu = triton is not None and model.device.type == "cuda" and model.compute_dtype in DTYPES
-    fits = model.config.pre_norm and model.config.queries_per_group <= MAX_QUERIES_PER_GROUP
-    return whole and on_gpu and fits
-
-
-def begin_step(model: Decoder, token_ids: Tensor, cache: KVCache) -> ForwardPass:
-    """What the step of token_ids [B, 1] carries, over a cache of static shape; as `Decoder.begin`."""
-    rotary = None if model.rotary is None else model.rotary.table(cache.max_seqlen, model.device)
-    fused = DecodeStep(model, len(token_ids), rotary)
-    if not fused.fuses_attention:  # then attention takes a mask, and rotates by itself
-        forward_pass = model.begin(token_ids, cache=cache, phase="decode")
-        forward_pass.fused = fused
-        return forward_pass
-    end = cache.reserve(1)
-    model.check_context(end)
-    return ForwardPass(
-        phase="decode",
-        positions=cache.cache_seqlens[:, None],
-        valid=None,
-        attention_mask=None,
-        cos_sin=None,
-        cache=cache,
-        cache_end=end,
-        stats=model.stats,
-        max_lookahead=model.max_lookahead,
-        fused=fused,
-    )
-
-
-def run_step(model: Decoder, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor:
-    """token_ids [B, 1] -> logits [B, V]: the embeddings, all half-blocks and the head. Those of a single row are
-    float32, from a kernel with the final norm in it."""
-    leave = _reduce if model.shards else _defer
-    embedded = model.embeddings(token_ids, forward_pass.positions)
-    hidden_states, residual = leave(model, embedded, None, model.first_norm, None)
-    for idx in model.span:
-        half_block = model.half_block(idx // 2, BLOCKS[idx % 2])
-        residual = half_block.residual_in(residual)
-        partial = half_block.block(hidden_states, forward_pass)
-        hidden_states, residual = leave(model, partial, residual, half_block.norm, half_block.bias)
-    if model.project_out is None and len(hidden_states.partial) == 1 and not model.shards:
-        return norm_linear(hidden_states, model.lm_head.kernel_argument(), None, out_dtype=torch.float32)
-    return model.logits(hidden_states.normed())
-
-
-def _defer(
-    model: Decoder, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None
-) -> tuple[DeferredNorm, Tensor]:
-    """Leave the residual junction to the next kernel."""
-    return deferred_add_norm(partial, residual, norm, bias, dtype=model.compute_dtype)
-
-
-def _reduce(
-    model: Decoder, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None
-) -> tuple[DeferredNorm, Tensor]:
-    """The residual junction here and now: ranks that share a layer have to add up first."""
-    hidden_states, residual = model.add_norm(partial, residual, norm, bias, pre_norm=True, dtype=model.compute_dtype)
-    return DeferredNorm.plain(hidden_states.flatten(0, 1)), residual
-
-
 class DecodeStep:
-    """What the half-blocks of one step of `num_rows` rows share."""
+    """What the half-blocks of one step of `num_rows` rows share. `selectors`: of each block that is here, by kind and
+    layer. `rotary`: cosines and sines of all positions. `neuron_sums`: (matrices, neurons) of each layer."""
 
-    def __init__(self, model: Decoder, num_rows: int, rotary: Tensor | None) -> None:
-        self.model, self.num_rows, self.rotary = model, num_rows, rotary
-        num_blocks, hidden_size = len(model.half_blocks), model.config.hidden_size
-        num_sums, num_counters = num_blocks * num_rows * hidden_size, num_blocks * (1 + num_rows)
-        zeros = torch.zeros(num_sums + num_counters, device=model.device)  # one fill per step
-        self._sums = zeros[:num_sums].view(num_blocks, num_rows, hidden_size)
-        self._counters = zeros[num_sums:].view(torch.int32).view(num_blocks, 1 + num_rows)
+    def __init__(
+        self,
+        selectors: Mapping[tuple[Block, int], Selector | None],
+        *,
+        num_rows: int,
+        hidden_size: int,
+        max_lookahead: int,
+        rotary: Tensor | None,
+        neuron_sums: Mapping[int, tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        self.selectors, self.num_rows, self.max_lookahead, self.rotary = selectors, num_rows, max_lookahead, rotary
+        self._places = {block: place for place, block in enumerate(selectors)}
+        num_sums, num_counters = len(selectors) * num_rows * hidden_size, len(selectors) * (1 + num_rows)
+        zeros = torch.zeros(num_sums + num_counters, device=device)  # one fill per step
+        self._sums = zeros[:num_sums].view(-1, num_rows, hidden_size)
+        self._counters = zeros[num_sums:].view(torch.int32).view(-1, 1 + num_rows)
         self._sources: dict[tuple[Block, int], DeferredNorm] = {}  # inputs that later layers look back at
         self._inner: dict[tuple[Block, int], Tensor] = {}  # of choices that have begun
         self._chosen: dict[tuple[Block, int], Choice] = {}
-        self._thinned: Tensor | None = None
+        self._neuron_sums, self._thinned = neuron_sums, dict[int, tuple[Tensor, Tensor]]()
         # All layers' attention or none: where they look ahead, they read each other's inputs.
-        selectors = [model.attention(layer_idx).selector for layer_idx in model.layers]
-        self.fuses_attention = num_rows == 1 and all(map(has_kernels, selectors))
+        choosing = [selector for (block, _), selector in selectors.items() if block == "attention"]
+        self.fuses_attention = num_rows == 1 and all(map(has_kernels, choosing))
 
     def sums(self, block: Block, layer_idx: int) -> Tensor:
         """Zeros [rows, D] float32 for the partial sums of one half-block."""
-        return self._sums[_place(block, layer_idx)]
+        return self._sums[self._places[block, layer_idx]]
 
     def thinned_sums(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Zeros for a layer that drops small inputs: float32 [M, F] for the gate's and the up projection's sums (M 1
         without a gate), int32 [M + 1] for the entries that each matrix keeps of its input. One fill per step."""
-        config = self.model.config
-        num_layers, num_matrices, width = config.num_hidden_layers, 1 + config.gated_mlp, config.intermediate_size
-        if self._thinned is None:
-            size = -(-num_matrices * width // 4) * 4  # 16 bytes, so that the next layer's are aligned
-            self._thinned = torch.zeros(num_layers * (size + num_matrices + 1), device=self.model.device)
-        num_counters = num_layers * (num_matrices + 1)
-        counters = self._thinned[-num_counters:].view(torch.int32).view(num_layers, -1)
-        zeros = self._thinned[:-num_counters].view(num_layers, -1)
-        return zeros[layer_idx, : num_matrices * width].view(num_matrices, width), counters[layer_idx]
+        if not self._thinned:
+            # 16 bytes, so that the next layer's are aligned; then the counters.
+            sizes = [-(-matrices * width // 4) * 4 for matrices, width in self._neuron_sums.values()]
+            counts = [matrices + 1 for matrices, _ in self._neuron_sums.values()]
+            zeros = torch.zeros(sum(sizes) + sum(counts), device=self._sums.device).split([*sizes, *counts])
+            for place, (layer, (matrices, width)) in enumerate(self._neuron_sums.items()):
+                sums = zeros[place][: matrices * width].view(matrices, width)
+                self._thinned[layer] = sums, zeros[len(sizes) + place].view(torch.int32)
+        return self._thinned[layer_idx]
 
-    def select(
-        self,
-        block: Block,
-        layer_idx: int,
-        states: DeferredNorm,
-        forward_pass: ForwardPass,
-        dense_output: Callable[[], Tensor],
-    ) -> tuple[Choice, SelectionContext]:
-        """What a block computes, whose input is `states`: chosen now, or already."""
-        context = forward_pass.step_context(block, layer_idx, dense_output)
-        selector = self._selector(block, layer_idx)
-        if self.model.max_lookahead:
-            self._sources[block, layer_idx] = states.unwritten()
+    def select(self, states: DeferredNorm, context: SelectionContext) -> Choice:
+        """What the block of a context computes, whose input is `states`: chosen now, or already."""
+        place = context.block, context.layer_idx
+        selector = self.selectors[place]
+        if self.max_lookahead:
+            self._sources[place] = states.unwritten()
         if selector is None:
-            return None, context
-        if (block, layer_idx) in self._chosen:
-            return self._chosen[block, layer_idx], context
-        source = self._sources[block, layer_idx - selector.lookahead] if selector.lookahead else states.unwritten()
-        return choose(selector, source, context, self._counters[_place(block, layer_idx)]), context
+            return None
+        if place in self._chosen:
+            return self._chosen[place]
+        earlier = context.block, context.layer_idx - selector.lookahead
+        source = self._sources[earlier] if selector.lookahead else states.unwritten()
+        return choose(selector, source, context, self._counters[self._places[place]])
 
     def extra_rows(self, block: Block, layer_idx: int, dtype: torch.dtype) -> ExtraRows | None:
         """What a kernel that holds a block's input is to compute besides, for a layer that looks back at it."""
-        for target in range(layer_idx + 1, min(layer_idx + self.model.max_lookahead, self.model.layers.stop - 1) + 1):
-            selector = self._selector(block, target)
+        for target in range(layer_idx + 1, layer_idx + self.max_lookahead + 1):
+            selector = self.selectors.get((block, target))
             learned = innermost(selector)
             if self.num_rows > 1 or selector is None or selector.lookahead != target - layer_idx:
                 continue
@@ -223,18 +154,11 @@ class DecodeStep:
         """The choices that have begun, for attention to make: from now on they count as made."""
         selection = EarlySelection()
         for (block, target), inner in list(self._inner.items()):
-            learned = innermost(self._selector(block, target))
+            learned = innermost(self.selectors[block, target])
             assert isinstance(learned, EarlySelector)
-            early = learned.rest_of_choice(inner, block, self._counters[_place(block, target)])
+            early = learned.rest_of_choice(inner, block, self._counters[self._places[block, target]])
             if not selection.add(early):
                 continue
             self._chosen[block, target] = learned.chosen_early(early)
             del self._inner[block, target]
         return selection
-
-    def _selector(self, block: Block, layer_idx: int) -> Selector | None:
-        return self.model.half_block(layer_idx, block).block.selector
-
-
-def _place(block: Block, layer_idx: int) -> int:
-    return 2 * layer_idx + (block == "mlp")

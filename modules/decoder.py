@@ -8,7 +8,7 @@ Legend: B batch, T tokens, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,18 @@ from torch.utils.hooks import RemovableHandle
 from modules.attention import Attention
 from modules.cache import KVCache
 from modules.config import ModelConfig
+from modules.decode_step import DecodeStep
 from modules.feed_forward import FeedForward
-from modules.forward_pass import ForwardPass, cached_attention_mask, real_tokens
+from modules.forward_pass import ForwardPass, ResidualStream, cached_attention_mask, real_tokens
+from modules.kernels.arguments import DTYPES
+from modules.kernels.deferred_norm import DeferredNorm, triton
+from modules.kernels.norm_linear import norm_linear
 from modules.linear import Linear
-from modules.normalization import AddNorm, Norm, add_norm, partial_memory
+from modules.normalization import AddNorm, Norm, add_norm, deferred_add_norm, partial_memory
 from modules.positions import RotaryPositions
 from modules.shards import Shard
-from modules.sparsity import Block, Phase, SparsityStats
+from modules.sparsity import BLOCKS, Block, Phase, SparsityStats
+from modules.thinned_input import ThinnedInput
 
 
 class Embeddings(nn.Module):
@@ -53,7 +58,7 @@ class Embeddings(nn.Module):
 
 
 class HalfBlock(nn.Module):
-    """Attention or MLP, and the norm that follows it (None where the model has none there)."""
+    """Attention or a feed-forward block, and the norm that follows it (None where the model has none there)."""
 
     def __init__(self, block: Attention | FeedForward, norm: Norm | None, bias_size: int | None) -> None:
         super().__init__()
@@ -61,6 +66,14 @@ class HalfBlock(nn.Module):
         self.norm = norm
         self.bias = nn.Parameter(torch.zeros(bias_size)) if bias_size else None
         self.residual_in = nn.Identity()  # a named point for forward hooks: sees the residual [B, T, D]
+
+    def forward(self, stream: ResidualStream, partial: Tensor | None = None) -> None:
+        """Take a stream through the block and past the residual junction behind it. `partial`: the block's output
+        [B, T, D], where somebody else made it."""
+        stream.residual = self.residual_in(stream.residual)
+        if partial is None:
+            partial = self.block(stream.read(), stream.forward_pass)
+        stream.add(partial, self.norm, self.bias)
 
 
 class PipelineLinks(Protocol):
@@ -183,6 +196,11 @@ class Decoder(nn.Module):
         assert isinstance(block, FeedForward)
         return block
 
+    @property
+    def blocks(self) -> dict[tuple[Block, int], Attention | FeedForward]:
+        """The blocks that are here, by kind and layer, in the order in which a pass takes them."""
+        return {(block, layer): self.half_block(layer, block).block for layer in self.layers for block in BLOCKS}
+
     def norm_before(self, layer_idx: int, block: Block) -> Norm | None:
         """The norm between the residual stream and a block's input; None where the block reads the stream itself."""
         if not self.config.pre_norm:
@@ -225,10 +243,11 @@ class Decoder(nn.Module):
         if driven is not None:
             hidden_states = driven
         else:
-            hidden_states, residual = self.enter(token_ids, forward_pass)
-            hidden_states, residual = self.run_half_blocks(hidden_states, residual, forward_pass)
+            stream = self.enter(token_ids, forward_pass)
+            self.run_half_blocks(stream)
+            hidden_states = stream.hidden_states
             if self.links is not None and not self.links.is_last:
-                self.links.send(hidden_states, residual, forward_pass)
+                self.links.send(hidden_states, stream.residual, forward_pass)
         if cache is not None:
             real = num_tokens if num_tokens is not None else torch.full_like(cache.cache_seqlens, tokens)
             cache.advance(real, tokens)
@@ -274,33 +293,102 @@ class Decoder(nn.Module):
         if num_positions > self.config.max_position_embeddings:
             raise ValueError(f"{num_positions} tokens do not fit the context of {self.config.max_position_embeddings}")
 
-    def enter(self, token_ids: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
-        """(hidden_states, residual) [B, T, D] before the first half-block that is here."""
+    def begin_step(self, token_ids: Tensor, cache: KVCache) -> ForwardPass:
+        """What the fused decode step of token_ids [B, 1] carries, over a cache of static shape; as `begin`."""
+        mlps = {layer_idx: self.mlp(layer_idx) for layer_idx in self.layers}
+        step = DecodeStep(
+            {place: block.selector for place, block in self.blocks.items()},
+            num_rows=len(token_ids),
+            hidden_size=self.config.hidden_size,
+            max_lookahead=self.max_lookahead,
+            rotary=None if self.rotary is None else self.rotary.table(cache.max_seqlen, self.device),
+            neuron_sums={layer_idx: (1 + mlp.is_gated, mlp.num_units) for layer_idx, mlp in mlps.items()},
+            device=self.device,
+        )
+        if not step.fuses_attention:  # then attention takes a mask, and rotates by itself
+            forward_pass = self.begin(token_ids, cache=cache, phase="decode")
+            forward_pass.fused = step
+            return forward_pass
+        end = cache.reserve(1)
+        self.check_context(end)
+        return ForwardPass(
+            phase="decode",
+            positions=cache.cache_seqlens[:, None],
+            valid=None,
+            attention_mask=None,
+            cos_sin=None,
+            cache=cache,
+            cache_end=end,
+            stats=self.stats,
+            max_lookahead=self.max_lookahead,
+            fused=step,
+        )
+
+    def stream(self, forward_pass: ForwardPass) -> ResidualStream:
+        """A stream of this model, still empty. In a fused step the junction is left to the kernel that follows it, or
+        made at once where ranks that share a layer have to add up first."""
+        junction: AddNorm = self.add_norm
+        if forward_pass.fused is not None:
+            junction = self._reduce_in_step if self.shards else deferred_add_norm
+        return ResidualStream(
+            forward_pass=forward_pass, junction=junction, pre_norm=self.config.pre_norm, dtype=self.compute_dtype
+        )
+
+    def _reduce_in_step(
+        self, partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, **options: Any
+    ) -> tuple[DeferredNorm, Tensor]:
+        hidden_states, residual = self.add_norm(partial, residual, norm, bias, **options)
+        assert isinstance(hidden_states, Tensor)
+        return DeferredNorm.plain(hidden_states.flatten(0, 1)), residual
+
+    def enter(self, token_ids: Tensor, forward_pass: ForwardPass) -> ResidualStream:
+        """The stream of token_ids [B, T] before the first half-block that is here."""
+        stream = self.stream(forward_pass)
         if self.links is not None and not self.links.is_first:
             batch, tokens = token_ids.shape
-            return self.links.receive(batch, tokens, forward_pass)
-        embedded = self.embeddings(token_ids, forward_pass.positions)
-        return self.add_norm(
-            embedded, None, self.first_norm, None, pre_norm=self.config.pre_norm, dtype=self.compute_dtype
-        )
+            stream.hidden_states, stream.residual = self.links.receive(batch, tokens, forward_pass)
+        else:
+            self.embed(token_ids, stream)
+        return stream
 
-    def run_half_blocks(
-        self, hidden_states: Tensor, residual: Tensor, forward_pass: ForwardPass
-    ) -> tuple[Tensor, Tensor]:
-        """(hidden_states, residual) [B, T, D] after the last half-block that is here, and its norm."""
+    def embed(self, token_ids: Tensor, stream: ResidualStream) -> None:
+        """Begin a stream with the embeddings of token_ids [B, T]."""
+        stream.add(self.embeddings(token_ids, stream.forward_pass.positions), self.first_norm, None)
+
+    def begin_stream(self, token_ids: Tensor) -> ResidualStream:
+        """The stream of a pass of token_ids [B, T] without a cache, for what is measured or fitted on its way."""
+        return self.enter(token_ids, self.begin(token_ids))
+
+    def run_half_blocks(self, *streams: ResidualStream) -> None:
+        """Take streams through the half-blocks that are here: each half-block all of them, in their order."""
         for idx in self.span:
-            half_block = self.half_blocks[idx]
-            assert isinstance(half_block, HalfBlock)
-            residual = half_block.residual_in(residual)
-            partial = half_block.block(hidden_states, forward_pass)
-            hidden_states, residual = self.leave(half_block, partial, residual)
-        return hidden_states, residual
+            for stream in streams:
+                self.half_blocks[idx](stream)
 
-    def leave(self, half_block: HalfBlock, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual junction after one half-block: (hidden_states, residual) for the next."""
-        return self.add_norm(
-            partial, residual, half_block.norm, half_block.bias, pre_norm=self.config.pre_norm, dtype=self.compute_dtype
-        )
+    def step_logits(self, stream: ResidualStream) -> Tensor:
+        """[B, V], of a stream of one token a row behind the last half-block. Those of a single row of a fused step are
+        float32, from a kernel with the final norm in it."""
+        states = stream.read()
+        if isinstance(states, Tensor):
+            return self.logits(states[:, 0])
+        if self.project_out is None and len(states.partial) == 1 and not self.shards:
+            return norm_linear(states, self.lm_head.kernel_argument(), None, out_dtype=torch.float32)
+        return self.logits(states.normed())
+
+    def runs_kernels(self) -> bool:
+        """Whether a model of this kind and type decodes in fused kernels where it is: pre-norm models of any type but
+        float64, whole on one GPU, or dense and with each layer shared by several."""
+        whole = self.links is None and (not self.is_sparse if self.shards else self.add_norm is add_norm)
+        on_gpu = triton is not None and self.device.type == "cuda" and self.compute_dtype in DTYPES
+        return whole and on_gpu and self.config.pre_norm
+
+    def can_fuse(self) -> bool:
+        """Whether decode steps run in fused kernels (see modules.decode_step): if every block can."""
+        return self.runs_kernels() and all(block.can_fuse() for block in self.blocks.values())
+
+    def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
+        """All matrices that are here whose inputs are thinned out, and the weights an entry stands for."""
+        return [part for block in self.blocks.values() for part in block.thinned_parts()]
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V], in float32 where the device can give that without a detour (see `multiply`)."""

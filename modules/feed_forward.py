@@ -13,8 +13,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import mlp_of_rows, of_standin, sparse_mlp, union_of
 from modules.linear import Linear
 from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
-from modules.thinned_input import ThinnedInput, path_without_a_choice
-from modules.thinned_step import can_thin, thinned_mlp
+from modules.thinned_input import ThinnedInput, path_without_a_choice, thinned_mlp
 
 # So many rows read all weights faster through the kernel than through the library (scripts.benchmark.kernels).
 MAX_FUSED_DENSE_ROWS = 1
@@ -67,17 +66,21 @@ class FeedForward(nn.Module):
         def activations() -> Tensor:
             return self.intermediate(states.normed()[:, None])
 
-        active, context = fused.select("mlp", self.layer_idx, states, forward_pass, activations)
+        context = forward_pass.step_context("mlp", self.layer_idx, activations)
+        active = fused.select(states, context)
         if isinstance(active, ActiveSet):
             active = active.listed()
-        masks, thins = active is not None and len(states.partial) > MAX_FUSED_SPARSE_ROWS, can_thin(self, states)
+        masks, thins = active is not None and len(states.partial) > MAX_FUSED_SPARSE_ROWS, self._thins_in_step(states)
         if masks or (active is None and not thins):
             execution = "mask" if masks else path_without_a_choice(self.thinned_parts())
         else:
             execution = "gather"
         forward_pass.count(context, self.num_units, execution, active)
         if thins:
-            return thinned_mlp(self, states, fused)
+            sums, counters = fused.thinned_sums(self.layer_idx)
+            output, parts = fused.sums("mlp", self.layer_idx), [part for part, _ in self.thinned_parts()]
+            thinned_mlp(parts, states, activation=self.activation, sums=sums, counters=counters, output=output)
+            return output[:, None]
         down = self.down_proj
         if active is not None and masks:
             assert active.mask is not None, "a list of several rows says which row has which"
@@ -103,6 +106,21 @@ class FeedForward(nn.Module):
         if active is not None and active.compensation is not None:
             output = output + active.compensation
         return output[:, None]
+
+    def can_fuse(self) -> bool:
+        """Whether a decode step of it runs in kernels: where inputs are thinned out, by magnitude alone."""
+        return all(part.input_norms is None for part, _ in self.thinned_parts())
+
+    def _thins_in_step(self, states: DeferredNorm) -> bool:
+        """Whether `thinned_mlp` computes this: one row, in a step, laid out for it."""
+        down = self.down_proj
+        laid_out = isinstance(down, ThinnedInput) and down.in_step and down.input_major is not None
+        return laid_out and len(states.partial) == 1
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.gate_proj is not None
 
     def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
         """Those of gate, up and down projection whose inputs are thinned out, and the weights an entry stands for."""

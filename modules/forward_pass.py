@@ -1,20 +1,19 @@
-"""What one forward pass carries from block to block: positions, mask, cache, phase, inputs kept for look-ahead."""
-
-from __future__ import annotations
+"""What one forward pass carries from block to block: positions, mask, cache, phase, inputs kept for look-ahead, and
+the residual stream."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from modules.cache import KVCache
+from modules.decode_step import DecodeStep
+from modules.kernels.deferred_norm import DeferredNorm
 from modules.linear import Linear
+from modules.normalization import AddNorm, Norm
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
-
-if TYPE_CHECKING:
-    from modules.decode_step import DecodeStep
 
 
 @dataclass(kw_only=True)
@@ -92,6 +91,37 @@ class ForwardPass:
         """Add one block's call to the statistics, if they are kept; `active` None: dense."""
         if self.stats is not None:
             self.stats.count(context, num_units, execution, active)
+
+
+@dataclass(kw_only=True)
+class ResidualStream:
+    """A pass on its way through the half-blocks: what the next block reads, and the stream that blocks add to.
+
+    hidden_states [B, T, D] in `dtype` (in a fused step [B, D], still to be normed); residual [B, T, D], None before the
+    first half-block. `junction` is what adds a block's output to the stream and norms it for the next.
+    """
+
+    forward_pass: ForwardPass
+    junction: AddNorm
+    pre_norm: bool
+    dtype: torch.dtype
+    hidden_states: Any = None  # Tensor | DeferredNorm
+    residual: Any = None  # Tensor | None
+
+    def read(self) -> Tensor | DeferredNorm:
+        """What the next block reads."""
+        return self.hidden_states
+
+    def add(self, partial: Tensor, norm: Norm | None, bias: Tensor | None) -> None:
+        """The residual junction: add a block's output [B, T, D], and norm the sum for the next one."""
+        self.hidden_states, self.residual = self.junction(
+            partial, self.residual, norm, bias, pre_norm=self.pre_norm, dtype=self.dtype
+        )
+
+    def branch(self) -> Self:
+        """Another stream from here on; what it computes leaves this one as it is."""
+        inputs = {block: dict(kept) for block, kept in self.forward_pass.inputs.items()}
+        return replace(self, forward_pass=replace(self.forward_pass, inputs=inputs))
 
 
 def lookahead_inputs(half_block_idx: int, max_lookahead: int) -> list[tuple[Block, int]]:

@@ -31,7 +31,6 @@ from modules.requests import (
 )
 from modules.scoring import describe_problem, pad_right
 from modules.sparsity import Count, SparsityStats
-from modules.thinned_step import thinned_parts
 
 OnToken = Callable[[int, int, float], object]
 
@@ -210,7 +209,7 @@ class _Loop:
         """Let libraries and communicators set themselves up, and capture every graph that may be needed: a prefill,
         and a decode step of every size and kind. Nothing is counted."""
         stats, self.model.stats = self.model.stats, None
-        thinned = [part for part, _ in thinned_parts(self.model)]
+        thinned = [part for part, _ in self.model.thinned_parts()]
         counts = [(part.kept, part.seen) for part in thinned]
         for part in thinned:
             part.kept, part.seen = Count(), Count()

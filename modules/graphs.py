@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from modules.cache import KVCache
-from modules.decode_step import begin_step, can_fuse, run_step
 from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import MAX_ROWS
@@ -35,8 +34,7 @@ from modules.normalization import residual_dtype
 from modules.sampling import SamplingParams, greedy, sample_on_device, stream_of, stream_uniforms
 from modules.scoring import chosen_logprobs
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, SelectionContext, SparsityStats
-from modules.thinned_input import ThinnedInput
-from modules.thinned_step import follows_thinning, thinned_in_step
+from modules.thinned_input import ThinnedInput, in_step
 
 # The rows of a graph's inputs, int64 [9, B]; options of sampling lie there as they are, float64 bit by bit. A row's
 # length and step grow by `_GROWTH` with every token: 1, and 0 for a row that only pads the size.
@@ -249,7 +247,7 @@ def can_capture(model: Decoder) -> bool:
     which follow every choice without the host's help."""
     if model.device.type != "cuda":
         return False
-    return not model.is_sparse or (can_fuse(model) and follows_thinning(model))
+    return not model.is_sparse or model.can_fuse()
 
 
 def capture(
@@ -370,22 +368,24 @@ class DecodeGraphs:
             shape, stream = (size, 1, model.config.hidden_size), model.links.residual_shape(size, 1)
             normed = torch.zeros(shape, dtype=model.compute_dtype, device=device)
             received = normed, torch.zeros(stream, dtype=residual_dtype(model.compute_dtype), device=device)
-        fused = can_fuse(model) and size <= MAX_ROWS
+        fused = model.can_fuse() and size <= MAX_ROWS
 
         def step() -> CapturedStep:
             ids, cache = inputs[_TOKEN][:, None], self.cache.first_rows(size, inputs[_LENGTH], 0)
-            forward_pass = begin_step(model, ids, cache) if fused else model.begin(ids, cache=cache, phase="decode")
+            forward_pass = model.begin_step(ids, cache) if fused else model.begin(ids, cache=cache, phase="decode")
             forward_pass.stats = counts = StepCounts()
-            states, logits = None, None
-            with thinned_in_step(model) as thinned:
-                if fused:
-                    logits = run_step(model, ids, forward_pass)
+            thinned = model.thinned_parts()
+            with in_step(thinned):
+                stream = model.stream(forward_pass)
+                if received is None:
+                    model.embed(ids, stream)
                 else:
-                    states = model.enter(ids, forward_pass) if received is None else received
-                    states = model.run_half_blocks(*states, forward_pass)
-                    logits = model.logits(states[0][:, 0]) if model.is_last else None
+                    stream.hidden_states, stream.residual = received
+                model.run_half_blocks(stream)
+                logits = model.step_logits(stream) if model.is_last else None
                 for part, width in thinned:
                     counts.note_thinned(part, width)
+            states = None if fused else (stream.hidden_states, stream.residual)
             captured = CapturedStep(
                 inputs=inputs, received=received, forward_pass=forward_pass, states=states, counts=counts
             )

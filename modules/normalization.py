@@ -44,7 +44,7 @@ class AddNorm(Protocol):
         *,
         pre_norm: bool,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor] | tuple[DeferredNorm, Tensor]: ...
 
 
 @runtime_checkable
@@ -105,12 +105,19 @@ def add_norm(
 
 
 def deferred_add_norm(
-    partial: Tensor, residual: Tensor | None, norm: Norm | None, bias: Tensor | None, *, dtype: torch.dtype
+    partial: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    bias: Tensor | None,
+    *,
+    pre_norm: bool = True,
+    dtype: torch.dtype,
 ) -> tuple[DeferredNorm, Tensor]:
     """`add_norm` of a pre-norm decode step, partial [B, 1, D], left to the kernel that reads its result.
 
     The residual that is returned is written by that kernel. Only for one row; several are normed here and now.
     """
+    assert pre_norm, "see Decoder.can_fuse"
     rows = partial.flatten(0, 1)
     if len(rows) > 1:
         hidden_states, total = add_norm(rows, residual, norm, bias, dtype=dtype)

@@ -1,11 +1,17 @@
-"""Input thinning: a projection that drops the small entries of its input, each of which is an unread weight row."""
+"""Input thinning (TEAL, WINA): a matrix drops the small entries of its input, each of which is an unread weight row.
 
-from collections.abc import Sequence
+The Python code of a captured decode step runs once, so nothing that it adds up is a count: each `ThinnedInput` leaves
+the number of entries that it kept on the device, and `StepCounts` takes that along in the step's message.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from modules.kernels.thinned_rows import kept_entries
+from modules.kernels.deferred_norm import DeferredNorm
+from modules.kernels.thinned_rows import Activations, kept_entries, thinned_rows
 from modules.linear import Linear
 from modules.sparsity import Count
 
@@ -18,7 +24,7 @@ class ThinnedInput(nn.Module):
     of the last call alone, for each batch row; None where it was not thinned out. With `input_norms` [in_features] an
     entry counts as large by its magnitude times this (WINA). `density` is the share that the threshold is to keep.
 
-    In a decode step that may be a graph (see thinned_in_step) nothing is counted, but `kept_in_step` [B] left behind.
+    In a decode step that may be a graph (see `in_step`) nothing is counted, but `kept_in_step` [B] left behind.
     `input_major` [M, in, out]: the weights that kernels read, of all M matrices which have this input; None without.
     """
 
@@ -106,3 +112,56 @@ def weights_read(parts: Sequence[tuple[ThinnedInput, int]]) -> Tensor | None:
         if part.last_rows is not None:
             total = part.last_rows * width if total is None else total + part.last_rows * width
     return total
+
+
+@contextmanager
+def in_step(parts: Sequence[tuple[ThinnedInput, int]]) -> Iterator[None]:
+    """While it lasts, a decode step is run without `Decoder.forward`: inputs are thinned out, every token is real, and
+    numbers of entries kept are left at `kept_in_step` instead of being counted."""
+    for part, _ in parts:
+        part.enabled, part.in_step, part.valid = True, True, None
+    try:
+        yield
+    finally:
+        for part, _ in parts:
+            part.in_step, part.kept_in_step = False, None
+
+
+def lay_out_for_kernels(parts: Sequence[ThinnedInput]) -> int:
+    """Copy gate (if there is one) and up, whose inputs are thinned out as the down projection's is, input-major, for
+    `thinned_mlp`: the bytes this takes."""
+    # The down projection is input-major as it is.
+    weights = torch.stack([part.dequantised().detach().t() for part in parts[:-1]])
+    parts[-2].input_major = weights
+    parts[-1].input_major = parts[-1].dequantised().detach()[None]
+    return weights.numel() * weights.itemsize
+
+
+def thinned_mlp(
+    parts: Sequence[ThinnedInput],
+    states: DeferredNorm,
+    *,
+    activation: str,
+    sums: Tensor,
+    counters: Tensor,
+    output: Tensor,
+) -> None:
+    """[1, D] still to be normed -> output [1, D] float32, in two kernels: gate and up, then down. `sums` [M, F] and
+    `counters` [M + 1] are zeros as of `DecodeStep.thinned_sums`."""
+    up, down = parts[-2:]
+    assert up.input_major is not None and down.input_major is not None
+    first = parts[:-1]  # gate and up read one input, each with its own threshold
+    thinned_rows(
+        states, up.input_major, thresholds=[part.threshold for part in first], counters=counters[:-1], output=sums
+    )
+    activations = Activations(
+        gate=None if len(first) == 1 else sums[0],
+        up=sums[-1],
+        gate_bias=None if len(first) == 1 else first[0].bias,
+        up_bias=up.bias,
+        activation=activation,
+        dtype=states.dtype,
+    )
+    thinned_rows(activations, down.input_major, thresholds=[down.threshold], counters=counters[-1:], output=output)
+    for place, part in enumerate(parts):
+        part.kept_in_step = counters[place : place + 1]

@@ -21,9 +21,9 @@ Legend: B batch, T tokens, D hidden, G key-value heads, H head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Literal
@@ -33,8 +33,9 @@ from loguru import logger
 from torch import Tensor
 
 from modules.cache import KVCache
-from modules.decoder import Decoder, HalfBlock
-from modules.forward_pass import ForwardPass, cached_attention_mask
+from modules.decoder import Decoder
+from modules.forward_pass import ForwardPass, ResidualStream, cached_attention_mask
+from modules.kernels.deferred_norm import DeferredNorm
 from modules.normalization import AddNorm, Norm, partial_memory
 from pipeline_parallel.all_reduce_choice import CONFIGS_DIR, SplitPoint, nearest_split_point, read_split_points
 from pipeline_parallel.fused_add_norm import FusedAddNorm
@@ -69,18 +70,44 @@ class HalfCache(KVCache):
         return torch.cat((first_keys, keys), dim=2), torch.cat((first_values, values), dim=2)
 
 
-@dataclass
-class Half:
-    """One half on its way through the half-blocks."""
+@dataclass(kw_only=True)
+class Half(ResidualStream):
+    """One half on its way through the half-blocks: its junctions run on another stream of the device, `side`.
 
-    token_ids: Tensor
-    forward_pass: ForwardPass
-    hidden_states: Tensor | None = None
-    residual: Tensor | None = None
-    partial: Tensor | None = None
+    `junction_behind(idx)` is what follows half-block `idx`, -1: the embeddings.
+    """
+
+    side: torch.cuda.Stream | None
+    junction_behind: Callable[[int], AddNorm]
+    idx: int = -1
+    held: Tensor | None = None
     """What the junction on the other stream reads: not freed before that is done, since its memory would be used again
     on this stream."""
     is_reduced: torch.cuda.Event | None = None
+
+    def read(self) -> Tensor | DeferredNorm:
+        """The half's hidden states, which this stream may read from now on."""
+        if self.is_reduced is not None:
+            assert self.side is not None
+            torch.cuda.current_stream(self.side.device).wait_event(self.is_reduced)
+            self.held = None
+        return super().read()
+
+    def add(self, partial: Tensor, norm: Norm | None, bias: Tensor | None) -> None:
+        """Start the junction behind what this stream has just computed.
+
+        Memory: the other stream waits for all that was queued here so far, so also for whoever has read what it is
+        about to overwrite; what it reads of this stream's is held until `read`.
+        """
+        self.junction, stream = self.junction_behind(self.idx), self.side
+        self.idx += 1
+        if stream is None:
+            super().add(partial, norm, bias)
+            return
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            super().add(partial, norm, bias)
+        self.held, self.is_reduced = partial, stream.record_event()
 
 
 class Overlap:
@@ -111,24 +138,30 @@ class Overlap:
         if first == 0:
             return None
         self.num_split += 1
-        return self._run(split(token_ids, forward_pass, first, self.model.compute_dtype), point)
+        parts = split(token_ids, forward_pass, first, self.model.compute_dtype)
+        return self._run([ids for ids, _ in parts], [part for _, part in parts], point)
 
-    def _run(self, halves: tuple[Half, Half], point: SplitPoint | None) -> Tensor:
-        model, span = self.model, self.model.span
-        for place, half in enumerate(halves):
-            embedded = model.embeddings(half.token_ids, half.forward_pass.positions)
-            half.forward_pass.partial_memory = partial_memory(self.junctions[place])
-            self._reduce(half, embedded, model.first_norm, None, self._junction(place, span.start - 1, point))
-        for idx in span:
-            half_block = model.half_blocks[idx]
-            assert isinstance(half_block, HalfBlock)
-            for place, half in enumerate(halves):
-                partial = half_block.block(self._await(half), half.forward_pass)
-                self._reduce(half, partial, half_block.norm, half_block.bias, self._junction(place, idx, point))
+    def _run(self, token_ids: Sequence[Tensor], passes: Sequence[ForwardPass], point: SplitPoint | None) -> Tensor:
+        model, halves = self.model, list[Half]()
+        for place, forward_pass in enumerate(passes):
+            forward_pass.partial_memory = partial_memory(self.junctions[place])
+            halves.append(
+                Half(
+                    forward_pass=forward_pass,
+                    junction=self.junctions[place],
+                    pre_norm=model.config.pre_norm,
+                    dtype=model.compute_dtype,
+                    side=self.stream,
+                    junction_behind=partial(self._junction, place, point),
+                    idx=model.span.start - 1,
+                )
+            )
+            model.embed(token_ids[place], halves[place])
+        model.run_half_blocks(*halves)
         # Both halves are waited for here, so nothing of this pass is left on the other stream.
-        return torch.cat([self._await(half) for half in halves], dim=1)
+        return torch.cat([states for half in halves if isinstance(states := half.read(), Tensor)], dim=1)
 
-    def _junction(self, place: int, idx: int, point: SplitPoint | None) -> AddNorm:
+    def _junction(self, place: int, point: SplitPoint | None, idx: int) -> AddNorm:
         """What follows half-block `idx` (-1: the embeddings) of a half: it leaves room for what the other half computes
         meanwhile, its own half-block `idx` beside the first half's junction, the next one beside the second's."""
         junction, beside = self.junctions[place], idx + place
@@ -136,31 +169,6 @@ class Overlap:
             return junction
         measured = (DEFAULT_PROGRAMS,) * 2 if point is None else (point.attention_programs, point.mlp_programs)
         return junction.with_max_programs(measured[beside % 2])
-
-    def _reduce(self, half: Half, partial: Tensor, norm: Norm | None, bias: Tensor | None, junction: AddNorm) -> None:
-        """Start the junction behind what this stream has just computed.
-
-        Memory: the other stream waits for all that was queued here so far, so also for whoever has read what it is
-        about to overwrite; what it reads of this stream's is held until `_await`.
-        """
-        config, stream = self.model.config, self.stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            half.hidden_states, half.residual = junction(
-                partial, half.residual, norm, bias, pre_norm=config.pre_norm, dtype=self.model.compute_dtype
-            )
-        if stream is not None:
-            half.partial, half.is_reduced = partial, stream.record_event()
-
-    def _await(self, half: Half) -> Tensor:
-        """The half's hidden states, which this stream may read from now on."""
-        if half.is_reduced is not None:
-            assert self.stream is not None
-            torch.cuda.current_stream(self.stream.device).wait_event(half.is_reduced)
-            half.partial = None
-        assert half.hidden_states is not None
-        return half.hidden_states
 
 
 def first_half(batch: int, tokens: int, offset: int) -> int:
@@ -172,13 +180,17 @@ def first_half(batch: int, tokens: int, offset: int) -> int:
     return max(0, min(most, max(step, int(wanted / step + 0.5) * step)))
 
 
-def split(token_ids: Tensor, whole: ForwardPass, first: int, dtype: torch.dtype) -> tuple[Half, Half]:
-    """A pass of a `dtype` model as those of its first `first` positions and of the rest, each with its share of every
-    row's tokens: a row that ends in the first half has only padding in the second."""
+def split(
+    token_ids: Tensor, whole: ForwardPass, first: int, dtype: torch.dtype
+) -> tuple[tuple[Tensor, ForwardPass], tuple[Tensor, ForwardPass]]:
+    """Token ids and a pass of a `dtype` model as those of its first `first` positions and of the rest.
+
+    Each has its share of every row's tokens: a row that ends in the first half has only padding in the second.
+    """
     tokens = token_ids.shape[1]
     left: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def part(start: int, stop: int) -> Half:
+    def part(start: int, stop: int) -> tuple[Tensor, ForwardPass]:
         here = slice(start, stop)
         cache: KVCache | None
         mask: Tensor | None
@@ -197,7 +209,7 @@ def split(token_ids: Tensor, whole: ForwardPass, first: int, dtype: torch.dtype)
             cos_sin=cos_sin,
             cache=cache,
         )
-        return Half(token_ids[:, here], forward_pass)
+        return token_ids[:, here], forward_pass
 
     return part(0, first), part(first, tokens)
 

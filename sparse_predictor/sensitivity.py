@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.decoder import Decoder
+from modules.forward_pass import ResidualStream
 from modules.sparsity import BLOCKS, Block
 from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import DensityBudget, Place
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.refine import divergence_and_gradient
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from sparse_predictor.streams import Stream, advance, begin_stream
 from sparse_predictor.thinning import PROJECTIONS, Thin, holder_of
 from sparse_predictor.thresholds import sets_its_threshold, setting_threshold
 
@@ -100,7 +100,7 @@ def block_divergences(
     try:
         for chunk in token_ids.split(batch_size):
             share = chunk.shape[0] / token_ids.shape[0]
-            stream = begin_stream(model, chunk)
+            stream = model.begin_stream(chunk)
             expected = [
                 F.log_softmax(model.logits(states).float(), dim=-1)
                 for states in model(chunk).flatten(0, 1).split(LOGITS_POSITIONS)
@@ -111,7 +111,7 @@ def block_divergences(
                         branch = _branch_through(model, stream, (layer, block), there)
                         loss = _divergence(model, branch.hidden_states, expected)
                         found[layer, block][density] += share * loss
-                    advance(model, stream, layer, block)
+                    model.half_block(layer, block)(stream)
                     on_block()
     finally:
         remove_sparsity(model)
@@ -127,16 +127,16 @@ def _divergence(model: Decoder, hidden_states: Tensor, expected: Sequence[Tensor
     return total / sum(len(target) for target in expected)
 
 
-def _branch_through(model: Decoder, stream: Stream, place: Place, parts: Parts) -> Stream:
+def _branch_through(model: Decoder, stream: ResidualStream, place: Place, parts: Parts) -> ResidualStream:
     """A branch of the dense stream through one sparse block, and on to the end."""
     branch, before = stream.branch(), parts_of(model, place)
     put(model, place, parts)
     try:
-        advance(model, branch, *place)
+        model.half_block(*place)(branch)
     finally:
         put(model, place, before)
     for idx in range(2 * place[0] + (place[1] == "mlp") + 1, len(model.half_blocks)):
-        advance(model, branch, idx // 2, BLOCKS[idx % 2])
+        model.half_blocks[idx](branch)
     return branch
 
 
@@ -188,19 +188,25 @@ def greedy_paths(
     """The path of every layer down to where it keeps `least` (one per layer) of the weights of the matrices `names`,
     on token_ids [B, T]. The model is dense, and stays so."""
     blocks = [block for block in BLOCKS if any(name in PROJECTIONS[block] for name in names)]
-    stream, found = begin_stream(model, token_ids), []
+    stream, found = model.begin_stream(token_ids), []
     for layer in range(model.config.num_hidden_layers):
         for block in BLOCKS[: BLOCKS.index(blocks[0])]:
-            advance(model, stream, layer, block)
+            model.half_block(layer, block)(stream)
         found.append(_path(model, thin, names, blocks, layer, least[layer], stream))
         for block in blocks:
-            advance(model, stream, layer, block)
+            model.half_block(layer, block)(stream)
         on_layer()
     return found
 
 
 def _path(
-    model: Decoder, thin: Thin, names: Sequence[str], blocks: Sequence[Block], layer: int, least: float, before: Stream
+    model: Decoder,
+    thin: Thin,
+    names: Sequence[str],
+    blocks: Sequence[Block],
+    layer: int,
+    least: float,
+    before: ResidualStream,
 ) -> GreedyPath:
     places = {name: (holder_of(model, layer, name), getattr(holder_of(model, layer, name), name)) for name in names}
     parts = {name: thin(layer, name, projection, 1.0, None) for name, (_, projection) in places.items()}
@@ -213,7 +219,7 @@ def _path(
     def output() -> Tensor:
         branch = before.branch()
         for block in blocks:
-            advance(model, branch, layer, block)
+            model.half_block(layer, block)(branch)
         return branch.residual  # float32 where the model is in half precision
 
     for name, (holder, _) in places.items():

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from modules.decoder import Decoder
+from modules.forward_pass import ResidualStream
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.low_rank import RegressionSums
 from sparse_predictor.predictor import PredictorStack
-from sparse_predictor.streams import Stream, advance, begin_stream
 
 CHUNK_TOKENS = 4096
 
@@ -41,18 +41,18 @@ def fit_standins(
     places = {layer: place for place, layer in enumerate(layers)}
     for density_place in range(stack.standin_in.shape[1]):
         chunks = token_ids.split(max(1, CHUNK_TOKENS // token_ids.shape[1]))
-        dense = [begin_stream(model, chunk) for chunk in chunks]
-        sparse = [begin_stream(model, chunk) for chunk in chunks]
+        dense = [model.begin_stream(chunk) for chunk in chunks]
+        sparse = [model.begin_stream(chunk) for chunk in chunks]
         earlier: dict[int, list[Tensor]] = {}
         for layer in range(model.config.num_hidden_layers):
             for stream in (*dense, *sparse):
-                advance(model, stream, layer, "attention")
+                model.half_block(layer, "attention")(stream)
             # What scores read, by layer; the layer's own input is what its stand-in reads.
             earlier[layer] = [stream.hidden_states for stream in sparse]
             earlier.pop(layer - lookahead - 1, None)
             if layer not in places:
                 for stream in (*dense, *sparse):
-                    advance(model, stream, layer, "mlp")
+                    model.half_block(layer, "mlp")(stream)
                 continue
             sources = earlier[layer - lookahead if layer >= lookahead else layer]
             _fit_layer(model, stack, layer, places[layer], density_place, dense, sparse, sources, error_share)
@@ -64,8 +64,8 @@ def _fit_layer(
     layer: int,
     place: int,
     density_place: int,
-    dense: list[Stream],
-    sparse: list[Stream],
+    dense: list[ResidualStream],
+    sparse: list[ResidualStream],
     sources: list[Tensor],
     error_share: float,
 ) -> None:
@@ -73,7 +73,7 @@ def _fit_layer(
     mlp, density = model.mlp(layer), stack.densities[density_place]
     if (kept_share := stack.kept(place, density)) == 1.0:
         for stream in (*dense, *sparse):
-            advance(model, stream, layer, "mlp")
+            model.half_block(layer, "mlp")(stream)
         return
     scores = [stack.layer_scores(place, source.flatten(0, 1).float()) for source in sources]
     threshold = threshold_at(quantiles_of(torch.cat(scores)), kept_share)
@@ -82,7 +82,7 @@ def _fit_layer(
     kept: list[Tensor] = []
     for ours, theirs, chunk_scores in zip(sparse, dense, scores, strict=True):
         lost = theirs.residual - ours.residual
-        advance(model, theirs, layer, "mlp")
+        model.half_block(layer, "mlp")(theirs)
         activations = mlp.intermediate(ours.hidden_states)
         chosen = chunk_scores.view_as(activations) >= threshold
         kept.append(mlp.down_proj(activations.masked_fill(~chosen, 0)))
@@ -96,4 +96,4 @@ def _fit_layer(
     for stream, partial in zip(sparse, kept, strict=True):
         standin = stack.layer_standin(place, stream.hidden_states.float(), density)
         assert standin is not None
-        advance(model, stream, layer, "mlp", partial + standin.to(partial.dtype))
+        model.half_block(layer, "mlp")(stream, partial + standin.to(partial.dtype))

@@ -13,13 +13,11 @@ from loguru import logger
 from torch import Tensor, nn
 
 from modules.config import ModelConfig
-from modules.decode_step import can_fuse
 from modules.decoder import Decoder
 from modules.forward_pass import real_tokens
 from modules.linear import Linear
 from modules.sparsity import BLOCKS, Block
-from modules.thinned_input import ThinnedInput
-from modules.thinned_step import follows_thinning, lay_out_for_kernels
+from modules.thinned_input import ThinnedInput, lay_out_for_kernels
 from sparse_predictor.calibration import LayerCalibration, threshold_at
 
 ThinningMethod = Literal["teal", "teal-all", "wina-unrotated"]
@@ -179,8 +177,9 @@ def thin_inputs(
 
 def prepare_kernels(model: Decoder) -> None:
     """Lay out weights for decode steps in kernels, where there are any for what is thinned out."""
-    if can_fuse(model) and follows_thinning(model):
-        num_bytes = sum(lay_out_for_kernels(model.mlp(layer)) for layer in model.layers)
+    if model.can_fuse():
+        parts = [[part for part, _ in model.mlp(layer).thinned_parts()] for layer in model.layers]
+        num_bytes = sum(map(lay_out_for_kernels, parts))
         logger.info(f"input-major copies of the MLPs' first matrices take {num_bytes / 2**30:.2f} GiB more memory")
     elif model.device.type == "cuda":
         logger.info("no kernels for what is thinned out here: decode steps run as plain PyTorch, without graphs")

@@ -32,7 +32,6 @@ from modules.decoder import Decoder
 from modules.sparsity import num_kept
 from scripts.studies.lookahead_fits import advance_observed, chunks_of, largest_writers
 from sparse_predictor.selection import remove_sparsity
-from sparse_predictor.streams import advance, begin_stream
 
 MARGIN = 0.1
 
@@ -98,10 +97,10 @@ def activation_study(
     remove_sparsity(model)
     chunks = chunks_of(windows.to(model.device))
     for place, chunk in enumerate(chunks):
-        stream = begin_stream(model, chunk)
+        stream = model.begin_stream(chunk)
         kept: dict[int, Tensor] = {}
         for layer, counts in enumerate(layers):
-            advance(model, stream, layer, "attention")
+            model.half_block(layer, "attention")(stream)
             writes = advance_observed(model, stream, layer, "mlp")
             kept[layer] = _count(counts, writes, len(chunk), top_counts, num_kept(density, num_neurons))
             for lookahead, found in counts.later.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.forward_pass import ResidualStream
 from modules.scoring import Likelihood, Window, windows_likelihood
 from modules.sparsity import ActiveSet, Block, num_kept
 from scripts.studies.lookahead_fits import (
@@ -30,7 +31,6 @@ from scripts.studies.lookahead_fits import (
 from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
 from sparse_predictor.selectors import PredictorSelector
-from sparse_predictor.streams import Stream, advance, begin_stream
 
 Study = Literal["lookahead", "rank", "calibration_tokens"]
 STUDIES: tuple[Study, ...] = ("lookahead", "rank", "calibration_tokens")
@@ -218,8 +218,8 @@ def measure_overlaps(
 ) -> dict[Block, BlockMeasures]:
     """Fit and test all predictors of the plans in one pass over both texts [W, T], layer after layer."""
     boundaries = [amount // calibration.shape[1] for amount in amounts]
-    learning = [begin_stream(model, chunk) for chunk in chunks_of(calibration, boundaries)]
-    testing = [begin_stream(model, chunk) for chunk in chunks_of(test)]
+    learning = [model.begin_stream(chunk) for chunk in chunks_of(calibration, boundaries)]
+    testing = [model.begin_stream(chunk) for chunk in chunks_of(test)]
     measures = {plan.block: BlockMeasures() for plan in plans}
     kept = {plan.block: (EarlierInputs(plan.reach_back), EarlierInputs(plan.reach_back)) for plan in plans}
     for layer in range(model.config.num_hidden_layers):
@@ -247,7 +247,7 @@ def measure_overlaps(
 
 def _test_layer(
     model: Decoder,
-    streams: Sequence[Stream],
+    streams: Sequence[ResidualStream],
     layer: int,
     plan: BlockPlan,
     inputs: EarlierInputs,
@@ -261,7 +261,7 @@ def _test_layer(
     counts_at_r: dict[Setting, list[Tensor]] = {setting: [] for setting in maps}
     for place, stream in enumerate(streams):
         if not maps:
-            advance(model, stream, layer, plan.block)
+            model.half_block(layer, plan.block)(stream)
             continue
         num_windows = len(stream.hidden_states)
         true = largest_writers(advance_observed(model, stream, layer, plan.block), plan.count)

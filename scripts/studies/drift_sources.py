@@ -21,7 +21,6 @@ from data.activation_store import ActivationStore
 from data.corpora import Side, iter_documents, parse_corpus, token_documents
 from modules.decoder import Decoder
 from modules.normalization import residual_dtype
-from modules.sparsity import BLOCKS
 from pipeline_parallel.engine import check_same_everywhere
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.model_loading import LoadedModel
@@ -29,7 +28,6 @@ from scripts.run_records import hash_of
 from scripts.studies.distance_measures import TEXT_SHARES
 from scripts.studies.embedding_drift import StateRows
 from scripts.written_text import self_writer
-from sparse_predictor.streams import advance, begin_stream
 
 # Twice as much is held while one set of rows makes way for the next.
 STATE_BYTES = 128 * 2**20
@@ -101,10 +99,10 @@ class WindowStates:
         shape = (len(model.span) + 1, len(windows), self._window_rows, self.hidden_size)
         states = torch.empty(shape, dtype=self.dtype, device=self.device)
         with torch.inference_mode():
-            stream = begin_stream(model, windows)
+            stream = model.begin_stream(windows)
             for place, idx in enumerate(model.span):
                 torch.index_select(stream.residual, 1, positions, out=states[place])
-                advance(model, stream, idx // 2, BLOCKS[idx % 2])
+                model.half_blocks[idx](stream)
             torch.index_select(stream.residual, 1, positions, out=states[-1])
             if model.links is not None and not model.links.is_last:
                 model.links.send(stream.hidden_states, stream.residual, stream.forward_pass)

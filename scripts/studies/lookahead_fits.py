@@ -19,15 +19,15 @@ from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.feed_forward import unit_norms
+from modules.forward_pass import ResidualStream
 from modules.selectors import contribution
 from modules.sparsity import ActiveSet, Block
 from sparse_predictor.low_rank import LowRankMap, RegressionSums
 from sparse_predictor.predictor import Predictor
-from sparse_predictor.streams import Stream, advance
 from sparse_predictor.train import relative_magnitude
 
 
-def advance_observed(model: Decoder, stream: Stream, layer: int, block: Block) -> Tensor:
+def advance_observed(model: Decoder, stream: ResidualStream, layer: int, block: Block) -> Tensor:
     """Past one dense half-block; what its units wrote: [B * T, U], at least float32.
 
     |a_j| * ||down_j|| of neurons, the L2 norm of a group's head outputs. From what the pass itself computes.
@@ -37,7 +37,7 @@ def advance_observed(model: Decoder, stream: Stream, layer: int, block: Block) -
     seen: list[Tensor] = []
     handle = point.register_forward_hook(lambda _module, _args, output: seen.append(output))
     try:
-        advance(model, stream, layer, block)
+        model.half_block(layer, block)(stream)
     finally:
         handle.remove()
     output = seen[0].to(torch.promote_types(seen[0].dtype, torch.float32))
@@ -113,7 +113,7 @@ class EarlierInputs:
     chunks: dict[int, list[Tensor]] = field(default_factory=dict)
     moments: dict[tuple[int, int], InputMoments] = field(default_factory=dict)
 
-    def keep(self, layer: int, streams: Sequence[Stream]) -> None:
+    def keep(self, layer: int, streams: Sequence[ResidualStream]) -> None:
         """Take in what the streams hold before this layer's block; forget what no later layer looks back at."""
         self.chunks[layer] = [stream.hidden_states.flatten(0, 1) for stream in streams]
         oldest = layer - self.max_lookahead
@@ -123,7 +123,7 @@ class EarlierInputs:
 
 def fit_layer(
     model: Decoder,
-    streams: Sequence[Stream],
+    streams: Sequence[ResidualStream],
     layer: int,
     block: Block,
     inputs: EarlierInputs,
@@ -152,7 +152,7 @@ def fit_layer(
             for lookahead, pair in cross.items():
                 pair += _wide(inputs.chunks[layer - lookahead][place]).T @ target
         else:
-            advance(model, stream, layer, block)
+            model.half_block(layer, block)(stream)
             sums.add(rows, rows[:, :0])
         if num_rows in amounts:
             if not bool(sums.xx.isfinite().all() and sums.xy.isfinite().all()):

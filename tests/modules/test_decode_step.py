@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from modules.decode_step import begin_step, can_fuse, run_step
 from modules.decoder import Decoder
 from modules.generation import generate, prefill
 from modules.graphs import DecodeGraphs, can_capture
@@ -43,12 +42,10 @@ def both_steps(model: Decoder, method: Method | None, num_rows: int) -> list[tup
         cache.keys.copy_(before[0])
         cache.values.copy_(before[1])
         stats = attach(model, method)
-        if fused:
-            logits = run_step(model, token_ids, begin_step(model, token_ids, cache))
-        else:
-            forward_pass = model.begin(token_ids, cache=cache, phase="decode")
-            hidden_states, _ = model.run_half_blocks(*model.enter(token_ids, forward_pass), forward_pass)
-            logits = model.logits(hidden_states[:, 0])
+        plain = model.begin(token_ids, cache=cache, phase="decode")
+        stream = model.enter(token_ids, model.begin_step(token_ids, cache) if fused else plain)
+        model.run_half_blocks(stream)
+        logits = model.step_logits(stream)
         found.append(([logits, cache.keys.clone(), cache.values.clone()], counted(stats)))
     assert not torch.equal(found[0][0][1], before[0]), "the step has written"
     return found
@@ -143,7 +140,7 @@ def fused_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Playe
     """Call it, and generation runs fused steps in played graphs."""
 
     def start() -> PlayedGraphs:
-        monkeypatch.setattr("modules.graphs.can_fuse", lambda model: True)
+        monkeypatch.setattr(Decoder, "runs_kernels", lambda model: True)
         return play_graphs(monkeypatch)
 
     yield start
@@ -195,11 +192,11 @@ def test_what_the_kernels_cannot_compute_is_not_fused(monkeypatch: pytest.Monkey
         model = tiny_decoder(hf_config, dtype=dtype)
         for name, value in attributes.items():
             setattr(model, name, value)
-        return can_fuse(model)
+        return model.can_fuse()
 
     assert not fuses(LLAMA), "no GPU"
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
-    monkeypatch.setattr("modules.decode_step.triton", object())
+    monkeypatch.setattr("modules.decoder.triton", object())
     assert fuses(LLAMA) and fuses(KINDS["opt"]) and fuses(LLAMA, torch.float16) and fuses(LLAMA, torch.float32)
     assert not fuses(LLAMA, torch.float64)
     assert not fuses(KINDS["opt-post-norm-projected"])
@@ -207,7 +204,7 @@ def test_what_the_kernels_cannot_compute_is_not_fused(monkeypatch: pytest.Monkey
     assert fuses(LLAMA, **reduced) and not fuses(LLAMA, is_sparse=True, **reduced)
     assert not fuses(LLAMA, add_norm=reduced["add_norm"]) and not fuses(LLAMA, links=object())
     assert not fuses(LLAMA | {"num_attention_heads": 24, "num_key_value_heads": 1, "head_dim": 4})
-    monkeypatch.setattr("modules.decode_step.triton", None)
+    monkeypatch.setattr("modules.decoder.triton", None)
     assert not fuses(LLAMA), "no triton"
 
 
@@ -234,7 +231,7 @@ def test_captured_generation_equals_the_eager_run(
 ) -> None:
     model, method = on_gpu(dtype), predicted("threshold", 1, margin=1.0)
     stats = attach(model, method)
-    assert can_fuse(model) and can_capture(model)
+    assert model.can_fuse() and can_capture(model)
     found = generate(model, requests(), batch_size=batch_size, eos_token_ids=(), warm_up=True)
     counts = counted(stats)
     monkeypatch.setattr("modules.generation.can_capture", lambda model: False)

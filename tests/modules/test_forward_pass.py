@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.decoder import Decoder
-from modules.forward_pass import ForwardPass, lookahead_inputs
+from modules.forward_pass import lookahead_inputs
 from modules.normalization import add_norm
 from modules.sparsity import ActiveSet, SelectionContext
 from sparse_predictor.selection import apply_sparsity
@@ -28,11 +27,6 @@ class LooksBack:
         return ActiveSet(torch.full((hidden_states.shape[:2].numel(), self.num_units), same))
 
 
-def run(model: Decoder, idx: int, states: tuple[Tensor, Tensor], forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
-    half_block = model.half_blocks[idx]
-    return model.leave(half_block, half_block.block(states[0], forward_pass), states[1])  # type: ignore
-
-
 @pytest.mark.parametrize("lookahead", [1, 2, 3])
 @pytest.mark.parametrize("cut", range(7))
 def test_a_stage_that_is_sent_the_lookahead_inputs_runs_as_the_whole_model(lookahead: int, cut: int) -> None:
@@ -46,15 +40,16 @@ def test_a_stage_that_is_sent_the_lookahead_inputs_runs_as_the_whole_model(looka
     with torch.no_grad():
         whole = model(ids)
         before, after = model.begin(ids), model.begin(ids)
-        states = model.enter(ids, before)
+        stream = model.enter(ids, before)
         for idx in range(cut):
-            states = run(model, idx, states, before)
+            model.half_blocks[idx](stream)
         needed = lookahead_inputs(cut, lookahead)
         for block, layer in needed:
             after.inputs[block][layer] = before.inputs[block][layer]
+        stream.forward_pass = after
         for idx in range(cut, 6):
-            states = run(model, idx, states, after)
-    assert torch.equal(states[0], whole)
+            model.half_blocks[idx](stream)
+    assert torch.equal(stream.hidden_states, whole)
     assert all(stats.density == 1.0 for stats in model.stats.blocks.values())  # type: ignore[union-attr]
     assert lookahead_inputs(cut, 0) == []
     assert needed == sorted(set(needed)) and len(needed) <= 2 * lookahead, "a defined order, and no more than needed"
@@ -67,7 +62,7 @@ def test_inputs_are_kept_no_longer_than_they_are_needed() -> None:
         model.max_lookahead = max_lookahead
         with torch.no_grad():
             forward_pass = model.begin(ids)
-            model.run_half_blocks(*model.enter(ids, forward_pass), forward_pass)
+            model.run_half_blocks(model.enter(ids, forward_pass))
         assert [sorted(kept) for kept in forward_pass.inputs.values()] == [[1, 2] if max_lookahead else []] * 2
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from modules.checkpoint.load import build_on_meta
 from modules.config import ModelConfig
-from modules.decode_step import begin_step, run_step
 from modules.decoder import Decoder
 from pipeline_parallel.all_reduce_choice import ChoiceTable
 from pipeline_parallel.communication import ReducingAddNorm
@@ -97,12 +96,11 @@ def test_a_decode_step_in_kernels_equals_a_plain_one(kind: str, num_rows: int, i
             for fused in (False, True):
                 cache.keys.copy_(before[0])
                 cache.values.copy_(before[1])
-                if fused:
-                    found += [run_step(model, tokens[:, 7:], begin_step(model, tokens[:, 7:], cache))]
-                else:
-                    forward_pass = model.begin(tokens[:, 7:], cache=cache, phase="decode")
-                    states, _ = model.run_half_blocks(*model.enter(tokens[:, 7:], forward_pass), forward_pass)
-                    found += [model.logits(states[:, 0]).clone()]
+                token_ids = tokens[:, 7:]
+                plain = model.begin(token_ids, cache=cache, phase="decode")
+                stream = model.enter(token_ids, model.begin_step(token_ids, cache) if fused else plain)
+                model.run_half_blocks(stream)
+                found += [model.step_logits(stream).clone()]
                 found += [cache.keys.clone(), cache.values.clone()]
             return found
 
@@ -135,7 +133,7 @@ def test_states_that_later_layers_look_back_at_are_kept() -> None:
             model.max_lookahead = 1
             fuse(model, mesh, by_tokens)
             forward_pass = model.begin(tokens)
-            model.run_half_blocks(*model.enter(tokens, forward_pass), forward_pass)
+            model.run_half_blocks(model.enter(tokens, forward_pass))
             kept = [states for layers in forward_pass.inputs.values() for states in layers.values()]
             return bool(kept) and all(bool(states.isfinite().all()) for states in kept)
 

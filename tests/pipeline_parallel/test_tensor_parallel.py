@@ -112,17 +112,20 @@ def add_up_and_compare(
     ]
     parts = [model.embeddings(token_ids, one.positions) for model, one in zip(models, passes, strict=True)]
     torch.testing.assert_close(sum(parts[:-1]), parts[-1], rtol=0, atol=1e-12)
-    states, residual = whole.enter(token_ids, passes[-1])
+    stream = whole.enter(token_ids, passes[-1])
     for layer, block in ((layer, block) for layer in whole.layers for block in BLOCKS):
         halves = [model.half_block(layer, block) for model in models]
-        parts = [half.block(states, one) for half, one in zip(halves, passes, strict=True)]
+        parts = [half.block(stream.hidden_states, one) for half, one in zip(halves, passes, strict=True)]
         torch.testing.assert_close(sum(parts[:-1]), parts[-1], rtol=0, atol=1e-12)
-        left = [model.leave(half, parts[-1], residual) for model, half in zip(models, halves, strict=True)]
-        states, residual = left[-1]
-        assert all(torch.equal(again, states) for again, _ in left), "what is added once is whole on every rank"
+        sums = [stream.branch() for _ in models]
+        for half, one in zip(halves, sums, strict=True):
+            one.add(parts[-1], half.norm, half.bias)
+        stream = sums[-1]
+        same = [torch.equal(one.hidden_states, stream.hidden_states) for one in sums]
+        assert all(same), "what is added once is whole on every rank"
     for cache in caches:
         cache.advance(num_tokens, token_ids.shape[1])
-    return states
+    return stream.hidden_states
 
 
 def assert_parts_add_up(hf_config: dict[str, Any], tp_size: int) -> None:

@@ -102,8 +102,6 @@ def test_only_its_own_passes_are_recorded_by_a_recorder_that_is_not_open() -> No
     before = {layer: {name: rows.copy() for name, rows in arrays.items()} for layer, arrays in recorder.rows.items()}
     assert before[0]["mlp_x"].shape[0] == 10
     # Half-blocks run outside of `forward`, as a captured decode step does, between two batches.
-    tokens = random_tokens(3, 5)
-    forward_pass = model.begin(tokens)
-    model.run_half_blocks(*model.enter(tokens, forward_pass), forward_pass)
+    model.run_half_blocks(model.begin_stream(random_tokens(3, 5)))
     for layer, arrays in recorder.rows.items():
         assert all((rows == before[layer][name]).all() for name, rows in arrays.items())

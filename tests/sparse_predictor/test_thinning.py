@@ -15,7 +15,6 @@ from modules.generation import generate
 from modules.graphs import can_capture
 from modules.requests import GenerationRequest
 from modules.thinned_input import ThinnedInput
-from modules.thinned_step import follows_thinning
 from sparse_predictor.cost import achieved, attention_bytes_share, layer_bytes_share, mlp_bytes_share
 from sparse_predictor.selection import attach_selection, remove_sparsity
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -180,12 +179,12 @@ def test_answers_tell_the_share_of_attention_that_was_read(trained: Trained) -> 
 
 def test_only_thinning_by_magnitude_in_mlps_has_kernels(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder(KINDS["llama"])
-    monkeypatch.setattr("modules.graphs.can_fuse", lambda model: True)
+    monkeypatch.setattr(Decoder, "runs_kernels", lambda model: True)
     for method, has_kernels in (("teal", True), ("teal-all", False), ("wina-unrotated", False), ("dense", True)):
         attach_selection(model, selection(method, trained(), 0.5))
         with monkeypatch.context() as patch:
             patch.setattr(Decoder, "device", torch.device("cuda"))
-            assert follows_thinning(model) == can_capture(model) == has_kernels
+            assert model.can_fuse() == can_capture(model) == has_kernels
     remove_sparsity(model)
 
 

@@ -208,8 +208,13 @@ def test_a_pipeline_stage_selects_for_the_layers_it_has(trained: Trained, method
             forward_pass.inputs = kept
             for projection in [module for module in model.modules() if hasattr(module, "threshold")]:
                 projection.enabled = True  # what the hook on the whole forward pass would do
-            states = model.enter(ids, forward_pass) if states is None else states
-            states = model.run_half_blocks(*states, forward_pass)
+            stream = model.stream(forward_pass)
+            if states is None:
+                model.embed(ids, stream)
+            else:
+                stream.hidden_states, stream.residual = states
+            model.run_half_blocks(stream)
+            states = stream.hidden_states, stream.residual
             found.append((model, stats))
     assert torch.equal(states[0], expected)
     assert len(found) == 2 and [len(stats.blocks) for _, stats in found] == [2, 4]

@@ -10,7 +10,7 @@ from modules.generation import generate
 from modules.graphs import can_capture
 from modules.kernels.thinned_rows import thinned_rows
 from modules.requests import GenerationRequest, GenerationResult
-from modules.thinned_step import lay_out_for_kernels, thinned_in_step, thinned_parts
+from modules.thinned_input import in_step, lay_out_for_kernels
 from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration
 from sparse_predictor.cost import thinned_densities
 from sparse_predictor.selection import SparsePhases, apply_sparsity, remove_sparsity
@@ -52,7 +52,7 @@ def counted(model: Decoder) -> list[Any]:
     stats = model.stats
     assert stats is not None
     blocks = [(place, int(found.active), found.executions) for place, found in sorted(stats.blocks.items())]
-    return [*blocks, *([(int(part.kept), int(part.seen)) for part, _ in thinned_parts(model)])]
+    return [*blocks, *([(int(part.kept), int(part.seen)) for part, _ in model.thinned_parts()])]
 
 
 def outcome(results: list[GenerationResult]) -> list[tuple[Any, ...]]:
@@ -89,15 +89,14 @@ def test_steps_in_kernels_compute_and_count_what_eager_steps_do(kind: str, monke
     thin(model, "decode")
     eager = generate(model, requests(), batch_size=1, eos_token_ids=EOS)
     densities = thinned_densities(model)
-    monkeypatch.setattr("sparse_predictor.thinning.can_fuse", lambda model: True)
-    monkeypatch.setattr("modules.graphs.can_fuse", lambda model: True)
+    monkeypatch.setattr(Decoder, "runs_kernels", lambda model: True)
     calls: list[int] = []
 
     def heard(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(1)
         return thinned_rows(*args, **options)
 
-    monkeypatch.setattr("modules.thinned_step.thinned_rows", heard)
+    monkeypatch.setattr("modules.thinned_input.thinned_rows", heard)
     for batch_size in (1, 3):
         thin(model, "decode")
         with monkeypatch.context() as patch:
@@ -135,7 +134,7 @@ def test_weights_for_kernels_are_laid_out_once_and_go_with_the_method() -> None:
     model = tiny_decoder(KINDS["llama"])
     thin(model, "decode")
     mlp = model.mlp(1)
-    assert lay_out_for_kernels(mlp) == 2 * 48 * 80 * 4
+    assert lay_out_for_kernels([part for part, _ in mlp.thinned_parts()]) == 2 * 48 * 80 * 4
     (gate, _), (up, _), (down, _) = mlp.thinned_parts()
     assert gate.input_major is None and up.input_major is not None and down.input_major is not None
     assert (
@@ -154,7 +153,7 @@ def test_a_step_is_thinned_out_whatever_pass_came_before() -> None:
     model(random_tokens(1, 5))  # a prompt: dense
     part, states = model.mlp(0).thinned_parts()[1][0], torch.linspace(-1, 1, 48)[None, None]
     assert not part.enabled and torch.equal(part(states), part.projection(states))
-    with pytest.raises(ZeroDivisionError), thinned_in_step(model):
+    with pytest.raises(ZeroDivisionError), in_step(model.thinned_parts()):
         assert not torch.equal(part(states), part.projection(states))
         assert part.kept_in_step is not None and part.kept_in_step.tolist() == [10]
         assert int(part.seen) == int(part.kept) == (5 + 1) * 48, "dense tokens only"
