@@ -15,32 +15,31 @@ from scripts.benchmark.timing import check_peer_name, import_peer
 from tests.scripts.benchmark.all_reduce_fakes import ALL_METHODS, OneRank, milliseconds, one_rank_bench
 
 
-@pytest.mark.parametrize("num_tokens", [5, 9])
-def test_every_method_is_checked_and_then_timed(num_tokens: int) -> None:
-    bench = one_rank_bench()
-    point = Point(num_tokens=num_tokens, hidden_size=16)
-    methods = OneRank(bench.mesh, 16, 9, torch.bfloat16)
-    found = bench.times(point, methods, ALL_METHODS)
-    assert tuple(found) == ALL_METHODS and methods.calls[:6] == list(ALL_METHODS)
-    assert all(timing.num_argument_sets == 20 and timing.median_ms > 0 for timing in found.values())
-    assert num_calls(Point(num_tokens=16384, hidden_size=8192)) == 4
+class Spoiled(OneRank):
+    """Does to the results of one method what a test asks for, and leaves its sum where its part was, as an all-reduce
+    in place does."""
 
-
-class Overwriting(OneRank):
-    """Leaves its sum where its part was, as an all-reduce in place does."""
+    def spoil(self, hidden: torch.Tensor, residual: torch.Tensor) -> None: ...
 
     def run(
         self, method: str, partial: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         results = super().run(method, partial, *arguments, **named)
         partial.fill_(float("nan"))
+        if method == "two-shot":
+            self.spoil(*results)
         return results
 
 
-def test_what_a_method_leaves_behind_is_not_the_next_ones_input() -> None:
+@pytest.mark.parametrize("num_tokens", [5, 9])
+def test_every_method_is_checked_and_then_timed(num_tokens: int) -> None:
     bench = one_rank_bench()
-    methods = Overwriting(bench.mesh, 16, 8, torch.bfloat16)
-    assert tuple(bench.times(Point(num_tokens=5, hidden_size=16), methods, ALL_METHODS)) == ALL_METHODS
+    point = Point(num_tokens=num_tokens, hidden_size=16)
+    methods = Spoiled(bench.mesh, 16, 9, torch.bfloat16)
+    found = bench.times(point, methods, ALL_METHODS)
+    assert tuple(found) == ALL_METHODS and methods.calls[:6] == list(ALL_METHODS)
+    assert all(timing.num_argument_sets == 20 and timing.median_ms > 0 for timing in found.values())
+    assert num_calls(Point(num_tokens=16384, hidden_size=8192)) == 4
 
 
 def test_a_peer_is_imported_or_refused_in_one_line() -> None:
@@ -51,18 +50,6 @@ def test_a_peer_is_imported_or_refused_in_one_line() -> None:
     check_peer_name(None, "")
     with pytest.raises(ValueError, match="--peer-name ' ': give the name that tables call --peer by"):
         check_peer_name("module:function", " ")
-
-
-class Wrong(OneRank):
-    """Does to the results of one method what a test asks for."""
-
-    def spoil(self, hidden: torch.Tensor, residual: torch.Tensor) -> None: ...
-
-    def run(self, method: str, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        results = super().run(method, *arguments, **named)
-        if method == "two-shot":
-            self.spoil(*results)
-        return results
 
 
 @pytest.mark.parametrize(
@@ -76,7 +63,7 @@ class Wrong(OneRank):
 )
 def test_a_wrong_method_is_not_timed(spoil: Any, message: str) -> None:
     bench = one_rank_bench()
-    methods = Wrong(bench.mesh, 16, 8, torch.bfloat16)
+    methods = Spoiled(bench.mesh, 16, 8, torch.bfloat16)
     methods.spoil = spoil  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=f"two-shot at 5 x 16: {message}.*; it is not timed"):
         bench.times(Point(num_tokens=5, hidden_size=16), methods, ALL_METHODS)
@@ -92,12 +79,6 @@ def test_ranks_that_differ_in_a_bit_are_not_timed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bench.mesh.__class__, "gather", gather)
     with pytest.raises(ValueError, match="one-shot at 5 x 16: the ranks' hidden states differ; it is not timed"):
         bench.times(Point(num_tokens=5, hidden_size=16), OneRank(bench.mesh, 16, 8, torch.bfloat16), ALL_METHODS)
-
-
-def test_samples_are_those_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = one_rank_bench()
-    monkeypatch.setattr(bench.mesh.__class__, "gather", lambda self, value: [value, [2.0, 2.0]])
-    assert bench.largest([1.0, 3.0]) == [2.0, 3.0]
 
 
 def test_the_link_is_as_fast_as_the_fastest_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,15 +60,10 @@ def test_every_rank_is_late_in_every_way_among_copies(ranks: int, begins: bool) 
     assert pairs == {(one, other) for one in FUSED for other in FUSED}, "copies come before and after everything"
 
 
-def test_one_count_alternates_between_the_methods() -> None:
+def test_one_count_alternates_between_the_methods_and_many_all_find_a_place() -> None:
     calls = [call for each in make_series((77,), OURS, 2, seed=0) for call in each.calls]
     assert all(first != second for first, second in zip(calls, calls[1:], strict=False))
-
-
-def test_many_counts_all_find_a_place() -> None:
-    counts = range(1, 101)
-    calls = {call for each in make_series(counts, OURS, 2, seed=0) for call in each.calls}
-    assert len(calls) == 200
+    assert len({call for each in make_series(range(1, 101), OURS, 2, seed=0) for call in each.calls}) == 200
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -100,11 +95,15 @@ SERIES = [
 
 
 class Faulty(OneRank):
-    """Goes wrong in one call, counted from 1; 0: in none."""
+    """Goes wrong in one call, counted from 1; 0: in none. `turn_ahead`: adds up what the call before was given."""
 
     faulty_call = 0
+    turn_ahead = 0
     factor = 1.0
     result = 0  # hidden states, 1: residual
+
+    def read_turn(self) -> int:
+        return (self.turn + self.turn_ahead) % 2
 
     def run(self, method: str, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         results = super().run(method, *arguments, **named)
@@ -141,16 +140,11 @@ def test_one_wrong_element_of_either_result_is_found_and_named(result: int, fact
         stressed(methods)
 
 
-class OtherBuffer(OneRank):
-    """Adds up what the call before was given."""
-
-    def read_turn(self) -> int:
-        return 1 - self.turn
-
-
 def test_numbers_of_another_call_are_found() -> None:
+    methods = methods_of(Faulty)
+    methods.turn_ahead = 1
     with pytest.raises(ValueError, match="calls went wrong on rank 0, the first of them .* of step 0"):
-        stressed(methods_of(OtherBuffer))
+        stressed(methods)
 
 
 def test_a_signal_that_is_left_is_found() -> None:
@@ -174,17 +168,6 @@ def test_ranks_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         stressed(methods)
 
 
-def test_the_stress_is_recorded(tmp_path: Any) -> None:
-    options = Options(
-        output=tmp_path / "r.jsonl", stress=True, num_tokens=(1, 5), hidden_size=(16, 24), num_replays=7, quiet=True
-    )
-    records = run(options, one_rank_bench(), OneRank)
-    assert [(record["value"], record["labels"]["hidden_size"], record["labels"]["method"]) for record in records] == [
-        (7, size, label) for size in (16, 24) for label in ("stress", "stress of copies")
-    ]
-    assert {record["metric"] for record in records} == {"replays_without_error"}
-
-
 def test_copies_are_stressed_where_the_model_makes_calls_of_them(tmp_path: Any) -> None:
     options = Options(output=tmp_path / "r.jsonl", stress=True, hidden_size=(16,), num_replays=4, quiet=True)
     sizes: dict[str, set[int]] = {name: set() for name in FUSED}
@@ -194,7 +177,10 @@ def test_copies_are_stressed_where_the_model_makes_calls_of_them(tmp_path: Any) 
             sizes[method].add(len(partial))
             return super().run(method, partial, *arguments, **named)
 
-    run(options, one_rank_bench(), Noting)
+    records = run(options, one_rank_bench(), Noting)
+    assert [(record["value"], record["metric"], record["labels"]["method"]) for record in records] == [
+        (4, "replays_without_error", label) for label in ("stress", "stress of copies")
+    ]
     assert sizes["two-shot"] == sizes["one-shot"] == set(awkward_counts(1))
     assert sizes[COPIES] == {77, 255, 257, 1023, 1025}
 
