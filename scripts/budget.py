@@ -29,10 +29,18 @@ from scripts.model_loading import LoadedModel, ModelOptions
 from scripts.written_text import self_writer
 from sparse_predictor.budgets import STEP, Curve, DensityBudget, Place, Thresholds, allocate, as_lists, predictors_id
 from sparse_predictor.cost import achieved, num_weights, weights_by_density
-from sparse_predictor.selection import Method, Selection, attach_selection, remove_sparsity, set_thinning, set_threshold
+from sparse_predictor.methods.registry import InputMethod, Setting, find_method, is_thinning, thins_attention
+from sparse_predictor.selection import (
+    MethodName,
+    Selection,
+    attach_selection,
+    remove_sparsity,
+    set_thinning,
+    set_threshold,
+)
 from sparse_predictor.sensitivity import GREEDY_TOKENS, GreedyPath, block_divergences, divergence_of, greedy_paths
 from sparse_predictor.store import load_calibration
-from sparse_predictor.thinning import PROJECTIONS, is_thinning, thin_of, thinned_matrices, thins_attention
+from sparse_predictor.thinning import PROJECTIONS, matrices_of
 from sparse_predictor.thresholds import set_thresholds_in_run
 
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the allocation in what is tried beside the uniform densities
@@ -42,8 +50,8 @@ MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the allocation in what is tr
 class Options(ModelOptions):
     """Divide one budget of bytes over layers, and over heads and neurons, by measured sensitivity."""
 
-    method: Method
-    """Whose densities: predictor oracle static random cats griffin teal teal-all wina-unrotated."""
+    method: MethodName
+    """Whose densities."""
     predictors: Path | None = None
     """Directory written by scripts.train."""
     output: Path
@@ -241,7 +249,8 @@ class Division:
 
 def divide_layers(options: Options, model: Decoder, divisions: Sequence[Division], text: Tensor) -> list[Division]:
     """Each division with what it gives a layer divided over the layer's matrices, greedily."""
-    assert options.predictors is not None and is_thinning(options.method)
+    method = find_method(options.method)
+    assert options.predictors is not None and isinstance(method, InputMethod)
     sizes = {block: num_weights(model.config, block) for block in divisions[0].densities}
     total = sum(sizes.values())
     targets = [
@@ -250,8 +259,8 @@ def divide_layers(options: Options, model: Decoder, divisions: Sequence[Division
     ]
     paths = greedy_paths(
         model,
-        thin_of(model, load_calibration(options.predictors), options.method),
-        thinned_matrices(model.config, options.method),
+        method.make(Setting(model=model, densities={}, calibration=load_calibration(options.predictors))),
+        matrices_of(model.config, method.blocks),
         [min(target[layer] for target in targets) for layer in model.layers],
         text[: max(1, GREEDY_TOKENS // options.window)],
     )

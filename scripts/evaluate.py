@@ -42,9 +42,9 @@ from scripts.run_records import (
 )
 from scripts.selection_options import SweepOptions, attach_each
 from scripts.written_text import self_writer
+from sparse_predictor.methods.registry import is_thinning
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from sparse_predictor.thinning import is_thinning
 
 PROMPT_TOKENS = 64  # of a timed decoding
 FIRST_WINDOWS = 60  # older figures are of so many

@@ -29,7 +29,7 @@ from scripts.answerer import Answerer, BatchSizes, Requests, Score
 from scripts.model_loading import RunOptions
 from scripts.run_records import selection_labels
 from scripts.selection_options import SelectionOptions
-from sparse_predictor.selection import SparsePhases
+from sparse_predictor.methods.registry import SparsePhases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from pipeline_parallel.overlap import overlap_tokens
 from scripts.model_loading import LoadedModel, ModelOptions
 from sparse_predictor.budgets import predictors_id
 from sparse_predictor.cost import achieved, own_density
-from sparse_predictor.selection import WITHOUT_FILES, Selection
+from sparse_predictor.methods.registry import find_method, needs_files
+from sparse_predictor.selection import Selection
 from sparse_predictor.store import parse_manifest
 
 AFTERWARDS = ("execution",)  # what a label says only after the run
@@ -91,12 +92,12 @@ def run_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
     labels = {**selection_labels(selection, num_layers), "predictors": None, "density_budget": None}
     if selection.method == "dense":
         return {**labels, "label": None}  # dense is dense, whatever the runs beside it are called
-    if selection.predictors is not None and selection.method not in WITHOUT_FILES:
+    if selection.predictors is not None and needs_files(selection.method):
         labels["predictors"] = selection.predictors.resolve().name
         manifest = parse_manifest(selection.predictors)
         if (calibrated := manifest.definitions.get("calibration_tokens")) is not None:
             labels["calibration_tokens"] = calibrated
-        if selection.method == "predictor":
+        if find_method(selection.method).files == "predictors":
             labels |= {"lookahead": manifest.lookahead, "standin_rank": manifest.standin_rank}
     if selection.budget() is not None:
         budget = selection.density_budget

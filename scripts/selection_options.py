@@ -11,8 +11,8 @@ from modules.decoder import Decoder
 from modules.sparsity import Block, SparsityStats, num_kept
 from pipeline_parallel.launch import current_launch
 from sparse_predictor.budgets import SAME_MEAN, read_budget
-from sparse_predictor.selection import Method, Selection, SparsePhases, attach_selection, remove_sparsity
-from sparse_predictor.thinning import thins_attention
+from sparse_predictor.methods.registry import SparsePhases, thins_attention
+from sparse_predictor.selection import MethodName, Selection, attach_selection, remove_sparsity
 
 MLP_DENSITY, HEAD_DENSITY = 0.5, 1.0  # where no flag and no budget says
 
@@ -21,12 +21,12 @@ MLP_DENSITY, HEAD_DENSITY = 0.5, 1.0  # where no flag and no budget says
 class SelectionOptions:
     """How much of the model a token computes."""
 
-    method: Method = "dense"
+    method: MethodName = "dense"
     """Who chooses the active units."""
     predictors: Path | None = None
-    """Directory written by scripts.train; also holds the calibration of static, cats, teal(-all) and wina-unrotated."""
+    """Directory written by scripts.train; also holds the calibration of methods that are not trained."""
     mlp_density: float | None = None
-    """Share of MLP neurons kept, in (0, 1], 0.5 by default; of teal(-all) and wina-unrotated: of inputs of matrices."""
+    """Share of MLP neurons kept, in (0, 1], 0.5 by default; of methods that thin out inputs: of these."""
     head_density: float | None = None
     """Share of key-value groups of heads kept, in (0, 1]; all by default."""
     sparse_phases: SparsePhases = "decode"
@@ -59,8 +59,8 @@ class SelectionOptions:
 class SweepOptions:
     """Several ways to be sparse, each beside dense."""
 
-    method: tuple[Method, ...] = ("dense",)
-    """One or several: dense predictor oracle static random cats teal teal-all wina-unrotated griffin."""
+    method: tuple[MethodName, ...] = ("dense",)
+    """One or several."""
     predictors: Path | None = None
     """Directory written by scripts.train."""
     mlp_density: tuple[float, ...] | None = None

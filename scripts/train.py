@@ -20,9 +20,10 @@ from modules.sparsity import BLOCKS, Block
 from scripts.command_line import progress, run_stage, show_step
 from scripts.model_loading import resolve_device
 from scripts.refinement import RefinementFlags, check_refinement, number, refine_neurons, refinement_text
-from sparse_predictor.baselines import calibrate_inputs, calibrate_layer
 from sparse_predictor.budgets import read_budget
+from sparse_predictor.calibration import measure_statistics
 from sparse_predictor.labels import LabelDefinition, default_definition
+from sparse_predictor.methods.registry import all_statistics
 from sparse_predictor.predictor import Predictor, PredictorStack, Rule, auto_head_rank, auto_rank, auto_standin_rank
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.store import (
@@ -36,7 +37,7 @@ from sparse_predictor.store import (
     weights_sample,
 )
 from sparse_predictor.thresholds import calibrate_in_runs, calibrate_thresholds
-from sparse_predictor.train import FitOptions, fit_scores, validation_metrics
+from sparse_predictor.train import FitOptions, count_frequencies, fit_scores, validation_metrics
 from sparse_predictor.training_data import TrainingRows, describe_store
 
 
@@ -179,10 +180,10 @@ def main(options: Options) -> PredictorManifest:
         neurons = {layer: predictor for (layer, block), predictor in predictors.items() if block == "mlp"}
         calibrate_thresholds(model, neurons, held_out, options.lookahead)
     calibration = {
-        layer: calibrate_layer(rows.get("mlp"), rows.get("attention"), index, label)
+        layer: count_frequencies(rows, index, label)
         for index, layer in enumerate(progress(store.layers, "calibrating baselines", quiet=options.quiet))
     }
-    calibration = calibrate_inputs(model, calibration, held_out)
+    calibration = measure_statistics(model, all_statistics(), calibration, held_out)
     calibration = calibrate_in_runs(model, calibration, options.densities, held_out)
     manifest = PredictorManifest(
         model_id=loaded.model_id,

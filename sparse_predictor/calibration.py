@@ -1,19 +1,21 @@
-"""What the untrained methods need to know about a model, measured on calibration text and stored beside predictors.
+"""What methods need to know about a model, measured on calibration text and stored beside predictors.
 
-One file, `calibration.safetensors`, keyed by layer: how often each unit is active (static), and quantiles of
-|act(gate)| (CATS, Lee et al. 2024, section 3), of the |inputs| of matrices (TEAL, Liu et al. 2024, section 4), also
-weighted by the matrices' norms (WINA, Chen et al. 2025, section 3). At the densities of training there are thresholds,
-too, each set in the sparse run of its method, as the predictors' own are.
-Legend: D hidden, F neurons, G key-value groups, Q quantiles, M matrices of a layer (`thinning.matrices`), N densities.
+Methods declare it (`Method.statistics`): how often each unit is active, counted from an activation store; quantiles of
+what thresholds are compared with, from one dense pass over held-out text. At the densities of training there are
+thresholds, too, each set in the sparse run of its method (`thresholds.py`), as the predictors' own are.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modules.config import ModelConfig
+from modules.decoder import Decoder
+from sparse_predictor.thinning import matrices_of, projection_of
 
 NUM_QUANTILES = 1025
 MAX_SORTED = 1 << 19
@@ -47,66 +49,108 @@ def threshold_at(quantiles: Tensor, density: float) -> float:
 
 
 def thresholds_name(method: str) -> str:
-    """The statistic that holds a method's thresholds of sparse runs."""
+    """The statistic that holds a method's thresholds of sparse runs, float32 [thresholds per layer, densities]."""
     return f"{method.replace('-', '_')}_thresholds"
 
 
+# (model, layer, name of a projection, its input [B, T, in], its output [B, T, out]) -> what is kept of them
+Measure = Callable[[Decoder, int, str, Tensor, Tensor], Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """Something to be known of each layer, float32 [width].
+
+    `measure`: made of what the projections `of` read and write in a dense pass over held-out text; None: counted by
+    training from an activation store. `is_stacked`: [matrices, width], one for each of `of` that the model has.
+    """
+
+    name: str
+    width: Callable[[ModelConfig], int] = lambda config: NUM_QUANTILES
+    of: tuple[str, ...] = ()
+    measure: Measure | None = None
+    is_stacked: bool = False
+
+    def projections(self, config: ModelConfig) -> list[str]:
+        """Those of `of` that a layer has."""
+        return [name for name in self.of if name in matrices_of(config)]
+
+    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+        """Of one layer."""
+        of_one = (self.width(config),)
+        return (len(self.projections(config)), *of_one) if self.is_stacked else of_one
+
+
+@dataclass(frozen=True)
 class LayerCalibration:
-    """Statistics of one layer; None: of the frequencies where the store that was read did not have that kind of unit,
-    of others where older versions did not measure them."""
+    """Statistics of one layer by name; there are fewer where the store had no such units, or older versions measured
+    less. `densities` float64 [N]: those of the thresholds."""
 
-    neuron_frequency: Tensor | None = None  # [F] mean share of tokens in which a neuron is active
-    group_frequency: Tensor | None = None  # [G]
-    gate_quantiles: Tensor | None = None  # [Q] of |act(gate)|, gated models
-    input_quantiles: Tensor | None = None  # [Q] of |normed MLP input|
-    activation_quantiles: Tensor | None = None  # [Q] of |act(gate) * up|
-    attention_input_quantiles: Tensor | None = None  # [Q] of |normed attention input|
-    head_output_quantiles: Tensor | None = None  # [Q] of |what o_proj reads|
-    weighted_quantiles: Tensor | None = None  # [M, Q] of |x_i| * ||W[:, i]||, each matrix's input
-    input_norms: Tensor | None = None  # [M - 2, D] ||W[:, i]||, of the matrices that are no output projections
-
-    densities: Tensor | None = None  # [N] of the thresholds below, float64
-    cats_thresholds: Tensor | None = None  # [1, N]
-    teal_thresholds: Tensor | None = None  # [M - 4, N] of the MLP's matrices
-    teal_all_thresholds: Tensor | None = None  # [M, N]
-    wina_unrotated_thresholds: Tensor | None = None  # [M, N]
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def threshold_in_run(self, method: str, density: float, place: int = 0) -> float | None:
         """The threshold that was set in a sparse run of a method, of the matrix at a place where it thins these out;
         None where there was no run at this density."""
-        values = getattr(self, thresholds_name(method))
-        if values is None or self.densities is None or density not in self.densities.tolist():
+        values, densities = self.statistics.get(thresholds_name(method)), self.statistics.get("densities")
+        if values is None or densities is None or density not in densities.tolist():
             return None
-        return float(values[place, self.densities.tolist().index(density)])
+        return float(values[place, densities.tolist().index(density)])
 
-    def check_shapes(self, config: ModelConfig, where: str) -> None:
+    def threshold(self, method: str, density: float, quantiles: Tensor, place: int = 0) -> float:
+        """The threshold of a method at a density: that of its sparse run, else what quantiles of dense states say."""
+        in_run = self.threshold_in_run(method, density, place)
+        return threshold_at(quantiles, density) if in_run is None else in_run
+
+    def check_shapes(self, expected: Mapping[str, tuple[int, ...]], where: str) -> None:
         """ValueError for a statistic that is not of this model's shape."""
-        num_matrices = 7 if config.gated_mlp else 6
-        num_densities = 0 if self.densities is None else self.densities.numel()
-        expected: dict[str, tuple[int, ...]] = {
-            "neuron_frequency": (config.intermediate_size,),
-            "group_frequency": (config.num_key_value_heads,),
-            "weighted_quantiles": (num_matrices, NUM_QUANTILES),
-            "input_norms": (num_matrices - 2, config.hidden_size),
-            "densities": (num_densities,),
-            "cats_thresholds": (1, num_densities),
-            "teal_thresholds": (num_matrices - 4, num_densities),
-            "teal_all_thresholds": (num_matrices, num_densities),
-            "wina_unrotated_thresholds": (num_matrices, num_densities),
-        }
-        for name, value in vars(self).items():
-            shape = expected.get(name, (NUM_QUANTILES,))
-            if value is not None and tuple(value.shape) != shape:
-                raise ValueError(f"{where}.{name} has shape {tuple(value.shape)}, expected {shape}")
+        for name, value in self.statistics.items():
+            if tuple(value.shape) != expected[name]:
+                raise ValueError(f"{where}.{name} has shape {tuple(value.shape)}, expected {expected[name]}")
 
     def require(self, name: str, method: str) -> Tensor:
         """A statistic that a method cannot do without."""
-        value = getattr(self, name)
-        if value is None:
+        if name not in self.statistics:
             raise ValueError(
                 f"method {method} needs {name}, which these predictors were calibrated without; "
                 "train again on a store that has those activations"
             )
-        assert isinstance(value, Tensor)
-        return value
+        return self.statistics[name]
+
+
+@torch.inference_mode()
+def measure_statistics(
+    model: Decoder, statistics: Sequence[Statistic], calibration: Mapping[int, LayerCalibration], token_ids: Tensor
+) -> dict[int, LayerCalibration]:
+    """`calibration` with the statistics that a dense pass shows, over held-out token_ids [B, T], the text that the
+    predictors' own thresholds are set on."""
+    found: dict[int, dict[Statistic, dict[str, Tensor]]] = {layer: {} for layer in calibration}
+    handles = []
+
+    def look(layer: int, statistic: Statistic, name: str, measure: Measure) -> Callable[..., None]:
+        def see(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            found[layer].setdefault(statistic, {})[name] = measure(model, layer, name, args[0], output)
+
+        return see
+
+    for layer in calibration:
+        for statistic in statistics:
+            if statistic.measure is not None:
+                for name in statistic.projections(model.config):
+                    see = look(layer, statistic, name, statistic.measure)
+                    handles.append(projection_of(model, layer, name).register_forward_hook(see))
+    try:
+        model(token_ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+    def joined(statistic: Statistic, parts: dict[str, Tensor]) -> Tensor:
+        values = [parts[name] for name in statistic.projections(model.config)]
+        return torch.stack(values) if statistic.is_stacked else values[0]
+
+    return {
+        layer: LayerCalibration(
+            {**known.statistics, **{one.name: joined(one, parts) for one, parts in found[layer].items()}}
+        )
+        for layer, known in calibration.items()
+    }

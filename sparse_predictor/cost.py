@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from modules.config import ModelConfig
+from modules.decode_step import innermost
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block, Reduce, SparsityStats
-from sparse_predictor.selection import Method, Selection
-from sparse_predictor.selectors import PredictorSelector
-from sparse_predictor.thinning import is_thinning
+from sparse_predictor.methods.registry import find_method, is_thinning
+from sparse_predictor.selection import Selection
 
 
 def _alone(counts: Tensor) -> Tensor:
@@ -34,11 +34,8 @@ def predictor_bytes_share(model: Decoder, reduce: Reduce = _alone, block: Block 
     read, dense = 0, 0
     for layer in model.layers:
         dense += num_weights(model.config, block)  # of the whole layer, as is what its predictor reads
-        selector: object = model.half_block(layer, block).block.selector
-        while hasattr(selector, "inner"):  # a phase gate or a measurement around it
-            selector = selector.inner
-        if isinstance(selector, PredictorSelector):
-            read += selector.num_parameters_read
+        selector = innermost(model.half_block(layer, block).block.selector)  # of a phase gate or a measurement
+        read += getattr(selector, "num_parameters_read", 0)
     read, dense = reduce(torch.tensor([read, dense])).tolist()
     return read / dense
 
@@ -50,30 +47,29 @@ def num_weights(config: ModelConfig, block: Block) -> int:
     return 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
 
 
-def weights_by_density(config: ModelConfig, method: Method, block: Block) -> float:
-    """Weights of a block whose reading is in proportion to its density: what a budget of bytes divides. Of an MLP under
-    CATS all but the gate's; of chosen heads the queries' and the output projection's."""
+def weights_by_density(config: ModelConfig, method: str, block: Block) -> float:
+    """Weights of a block whose reading is in proportion to its density: what a budget of bytes divides. Of an MLP all
+    but the matrices that are read whole (CATS: the gate); of chosen heads the queries' and the output projection's."""
     if block == "mlp":
-        return config.mlp_num_parameters * (2 / 3 if method == "cats" else 1.0)
+        return config.mlp_num_parameters * find_method(method).share_by_density
     if is_thinning(method):
         return float(num_weights(config, block))
     return 2.0 * config.hidden_size * config.head_dim * config.num_attention_heads
 
 
-def mlp_bytes_share(model: Decoder, method: Method, stats: SparsityStats, reduce: Reduce = _alone) -> float:
-    """Predictor: density + predictor + stand-in. CATS: (1 + 2 density) / 3, its gate being read whole. TEAL and WINA:
-    the share of weights used. Oracle, static, random, GRIFFIN: density alone (an oracle's own cost is not counted, nor
-    GRIFFIN's statistics, which cost no weights beside the prompt's). `stats` are those of all ranks
-    (`SparsityStats.summed`)."""
+def mlp_bytes_share(model: Decoder, method: str, stats: SparsityStats, reduce: Reduce = _alone) -> float:
+    """Where units are chosen: `Method.mlp_share` of their density (CATS: (1 + 2 density) / 3, its gate being read
+    whole), and predictors with their stand-ins. Where inputs are thinned out: the share of weights used.
+
+    An oracle's own cost is not counted, nor GRIFFIN's statistics, which cost no weights beside the prompt's. `stats`
+    are those of all ranks (`SparsityStats.summed`)."""
     if is_thinning(method):
         return mean(thinned_densities(model, reduce))
-    density = stats.mean_density("mlp")
-    if method == "cats":
-        return (1.0 + 2.0 * density) / 3.0
-    return density + predictor_bytes_share(model, reduce)
+    share = 1.0 if method == "dense" else find_method(method).mlp_share(stats.mean_density("mlp"))
+    return share + predictor_bytes_share(model, reduce)
 
 
-def attention_bytes_share(model: Decoder, method: Method, stats: SparsityStats, reduce: Reduce = _alone) -> float:
+def attention_bytes_share(model: Decoder, method: str, stats: SparsityStats, reduce: Reduce = _alone) -> float:
     """TEAL on all matrices and WINA: the share of weights used. Heads that are chosen: their queries' and outputs'
     weights, all keys' and values', and the predictors of heads."""
     if is_thinning(method):
@@ -83,7 +79,7 @@ def attention_bytes_share(model: Decoder, method: Method, stats: SparsityStats, 
     return share + predictor_bytes_share(model, reduce, "attention")
 
 
-def layer_bytes_share(model: Decoder, method: Method, stats: SparsityStats, reduce: Reduce = _alone) -> float:
+def layer_bytes_share(model: Decoder, method: str, stats: SparsityStats, reduce: Reduce = _alone) -> float:
     """Of all weights of all layers, attention's and the MLPs' (without embeddings and head)."""
     mlp, attention = num_weights(model.config, "mlp"), num_weights(model.config, "attention")
     read = mlp * mlp_bytes_share(model, method, stats, reduce)

@@ -55,3 +55,16 @@ def true_active(
     chosen = held_before < definition.share * energy.sum(-1, keepdim=True)
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, chosen)
     return mask if units is None else units.columns(mask)
+
+
+def contribution(dense_output: Tensor, unit_norms: Tensor | None, units: UnitShard | None = None) -> Tensor:
+    """Size of each unit's part of the block output, [rows, U]; of a shard, of all units: [rows, num_units].
+
+    MLP: `dense_output` [B, T, F] and `unit_norms` [F] = ||down_j||. Attention: `dense_output` [B, T, G, R, H]
+    (key-value groups of R query heads): L2 over a group's heads.
+    """
+    if dense_output.dim() == 5:
+        norms = dense_output.flatten(-2).norm(dim=-1).flatten(0, 1)
+        return norms if units is None else units.gather_norms(norms)
+    scores = dense_output.abs() if unit_norms is None else dense_output.abs() * unit_norms
+    return scores.flatten(0, 1) if units is None else units.gather(scores.flatten(0, 1))

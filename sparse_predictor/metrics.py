@@ -13,9 +13,8 @@ from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.feed_forward import unit_norms
-from modules.selectors import contribution
 from modules.sparsity import BLOCKS, ActiveSet, Block, Reduce, SelectionContext, Selector, num_kept
-from sparse_predictor.labels import default_definition, true_active
+from sparse_predictor.labels import contribution, default_definition, true_active
 
 
 @dataclass

@@ -30,7 +30,7 @@ from sparse_predictor.budgets import DensityBudget, Place
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.refine import divergence_and_gradient
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from sparse_predictor.thinning import PROJECTIONS, Thin, holder_of
+from sparse_predictor.thinning import PROJECTIONS, Thin, block_of
 from sparse_predictor.thresholds import sets_its_threshold, setting_threshold
 
 LOGITS_POSITIONS = 128  # few at a time: a large float32 block is new memory at every use
@@ -208,7 +208,7 @@ def _path(
     least: float,
     before: ResidualStream,
 ) -> GreedyPath:
-    places = {name: (holder_of(model, layer, name), getattr(holder_of(model, layer, name), name)) for name in names}
+    places = {name: (block_of(model, layer, name), getattr(block_of(model, layer, name), name)) for name in names}
     parts = {name: thin(layer, name, projection, 1.0, None) for name, (_, projection) in places.items()}
     sizes = {name: projection.num_rows * projection.width for name, (_, projection) in places.items()}
     quantiles: dict[str, Tensor] = {}

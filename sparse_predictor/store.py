@@ -27,6 +27,7 @@ from data.files import convert_json, differences, holder_of, read_json, replace_
 from modules.decoder import Decoder
 from modules.sparsity import Block, Reduce
 from sparse_predictor.calibration import LayerCalibration
+from sparse_predictor.methods.registry import known_statistics
 from sparse_predictor.predictor import Predictor, Rule
 
 FORMAT_VERSION = 1
@@ -311,8 +312,7 @@ def save_calibration(directory: Path, layers: dict[int, LayerCalibration]) -> di
     tensors = {
         f"{layer}.{name}": value
         for layer, calibration in layers.items()
-        for name, value in vars(calibration).items()
-        if value is not None
+        for name, value in calibration.statistics.items()
     }
     return {
         CALIBRATION_FILE: write_tensors(directory / CALIBRATION_FILE, tensors, {"layers": json.dumps(sorted(layers))})
@@ -325,13 +325,13 @@ def load_calibration(directory: Path, sums: Mapping[str, str] | None = None) -> 
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a complete predictor directory; {AGAIN}")
     file = read_tensors(path)
-    fields: dict[int, dict[str, Tensor]] = {}
+    known, fields = known_statistics(), dict[int, dict[str, Tensor]]()
     for key, value in file.tensors.items():
         layer, _, name = key.partition(".")
-        if not layer.isdecimal() or len(layer) > 5 or name not in LayerCalibration.__dataclass_fields__:
+        if not layer.isdecimal() or len(layer) > 5 or name not in known:
             raise ValueError(f"{path}: unexpected tensor {key[:100]}; {AGAIN}")
         fields.setdefault(int(layer), {})[name] = value
     types = {key: torch.float64 if key.endswith(".densities") else torch.float32 for key in file.tensors}
     file.check({key: torch.empty_like(value, dtype=types[key]) for key, value in file.tensors.items()})
     file.check_sum(sums or {})
-    return {layer: LayerCalibration(**values) for layer, values in fields.items()}
+    return {layer: LayerCalibration(values) for layer, values in fields.items()}

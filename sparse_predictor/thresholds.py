@@ -6,28 +6,21 @@ already calibrated sparse layers before it produced, all in one pass over held-o
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from modules.decoder import Decoder
-from modules.sparsity import ActiveSet, SelectionContext, Selector
+from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector
 from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import Thresholds
 from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at, thresholds_name
+from sparse_predictor.methods.learned_predictor import PredictorSelector
+from sparse_predictor.methods.registry import Setting, ThresholdSelector, all_methods
 from sparse_predictor.predictor import Predictor
-from sparse_predictor.selection import apply_sparsity, remove_sparsity
-from sparse_predictor.selectors import CatsSelector, PredictorSelector
-from sparse_predictor.thinning import (
-    THINNING_METHODS,
-    is_thinning,
-    thin_inputs,
-    thin_of,
-    thinned_by_name,
-    thinned_matrices,
-)
+from sparse_predictor.selection import apply_method, apply_sparsity, remove_sparsity
+from sparse_predictor.thinning import thinned_by_name
 
 
 class CalibratingSelector(PredictorSelector):
@@ -80,7 +73,7 @@ def calibrate_thresholds(
 class SettingThreshold:
     """Sets the threshold of the selector inside from the batch at hand, so that it keeps `density`; then it selects."""
 
-    def __init__(self, inner: PredictorSelector | CatsSelector, density: float) -> None:
+    def __init__(self, inner: ThresholdSelector, density: float) -> None:
         self.inner, self.density = inner, density
 
     @property
@@ -98,7 +91,7 @@ class SettingThreshold:
 
 def setting_threshold(selector: Selector | None, density: float) -> Selector | None:
     """A selector of neurons that will set its threshold by itself; one without a threshold as it is."""
-    if isinstance(selector, CatsSelector) or (isinstance(selector, PredictorSelector) and selector.count is None):
+    if isinstance(selector, ThresholdSelector) and selector.has_threshold:
         return SettingThreshold(selector, density)
     return selector
 
@@ -156,35 +149,34 @@ def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids:
 def calibrate_in_runs(
     model: Decoder, calibration: Mapping[int, LayerCalibration], densities: Sequence[float], token_ids: Tensor
 ) -> dict[int, LayerCalibration]:
-    """`calibration` with the thresholds of CATS, TEAL and WINA's weighting at each density, set as the predictors' are:
-    each in the sparse run of its method, in one pass over token_ids [B, T]. Leaves the model dense."""
+    """`calibration` with the thresholds of methods at each density, set as the predictors' are: each in the sparse run
+    of its method, in one pass over token_ids [B, T]. Leaves the model dense."""
     if set(calibration) != set(model.layers):
         return dict(calibration)  # these methods need all layers
     found: dict[int, dict[str, list[Tensor]]] = {layer: {} for layer in calibration}
-    methods = ("cats", *THINNING_METHODS) if model.config.gated_mlp else THINNING_METHODS
-    for method in methods:
+    for method in all_methods().values():
+        if not method.sets_thresholds or (method.needs_gate and not model.config.gated_mlp):
+            continue
         for density in densities:
             uniform = [density] * model.config.num_hidden_layers
-            if is_thinning(method):
-                apply_sparsity(model, {})
-                thin = thin_of(model, calibration, method)
-                names = thinned_matrices(model.config, method)
-                thin_inputs(model, thin, dict.fromkeys(names, uniform), decode_only=False)
-            else:
-                apply_sparsity(model, {(layer, "mlp"): CatsSelector(model.mlp(layer), 0.0) for layer in model.layers})
+            of_blocks: dict[Block, list[float]] = {block: uniform for block in BLOCKS if block in method.blocks}
+            of_blocks = {"attention": [1.0] * len(uniform), **of_blocks}
+            apply_method(model, method, Setting(model=model, densities=of_blocks, calibration=calibration))
             thresholds = set_thresholds_in_run(model, uniform, token_ids)
             assert thresholds is not None
             for layer, there in found.items():
                 columns = list(thresholds.values()) if isinstance(thresholds, dict) else [thresholds]
-                there.setdefault(thresholds_name(method), []).append(
+                there.setdefault(thresholds_name(method.name), []).append(
                     torch.tensor([values[layer] for values in columns])
                 )
     remove_sparsity(model)
     return {
-        layer: replace(
-            calibration[layer],
-            densities=torch.tensor(densities, dtype=torch.float64),  # a file does not take one tensor twice
-            **{name: torch.stack(values, 1) for name, values in there.items()},
+        layer: LayerCalibration(
+            {
+                **calibration[layer].statistics,
+                "densities": torch.tensor(densities, dtype=torch.float64),  # a file does not take one tensor twice
+                **{name: torch.stack(values, 1) for name, values in there.items()},
+            }
         )
         for layer, there in found.items()
     }

@@ -9,7 +9,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from torch.nn import functional as F
 
 from data.files import replace_file
 from modules.sparsity import ActiveSet, Block, num_kept
-from sparse_predictor.calibration import quantiles_of, threshold_at
+from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at
 from sparse_predictor.labels import LabelDefinition, true_active
 from sparse_predictor.low_rank import RegressionSums
+from sparse_predictor.methods.static import FREQUENCIES
 from sparse_predictor.metrics import SetOverlap
 from sparse_predictor.predictor import PredictorStack, Rule
 from sparse_predictor.training_data import TrainingBatch, TrainingRows
@@ -38,6 +39,7 @@ ENERGY_WEIGHT_FLOOR = 0.1
 ENERGY_WEIGHT_CAP = 20.0
 MAGNITUDE_CAP = 12.0
 VALIDATION_ROWS = 4096
+FREQUENCY_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -290,3 +292,23 @@ def validation_metrics(
             found["precision"].append(overlap.precision)
             found["density"].append(float(chosen.float().mean()))
     return {"layers": rows.layers, "rows": sum(stop - start for start, stop in sample), "at": at}
+
+
+def count_frequencies(rows: Mapping[Block, TrainingRows], index: int, label: LabelDefinition) -> LayerCalibration:
+    """How often the units of the layer at one place of the store's layers are active, from training rows."""
+    return LayerCalibration(
+        {FREQUENCIES[block].name: unit_frequency(found, index, label) for block, found in rows.items()}
+    )
+
+
+@torch.no_grad()
+def unit_frequency(rows: TrainingRows, index: int, label: LabelDefinition) -> Tensor:
+    """Share of training tokens in which each unit is active: float32 [U]."""
+    counts = torch.zeros(rows.num_units, device=rows.device)
+    total = 0
+    for block in rows.sample("train", FREQUENCY_ROWS, seed=3):
+        batch = rows.layer_rows(index, [block])
+        true = targets_of(batch, rows.block, label).true[0]
+        counts += true.sum(0)
+        total += true.shape[0]
+    return counts / max(1, total)

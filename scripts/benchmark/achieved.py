@@ -37,7 +37,8 @@ from modules.scoring import logprobs_at
 from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector
 from modules.thinned_input import ThinnedInput
 from pipeline_parallel.mesh import ParallelMesh
-from sparse_predictor.selection import Method
+from sparse_predictor.methods.registry import find_method
+from sparse_predictor.selection import MethodName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,15 +243,14 @@ class StepBytes:
 
 
 def step_bytes(
-    model: Decoder, method: Method, achieved: Achieved, *, batch_size: int, mean_length: float, dense_bytes: int
+    model: Decoder, method: MethodName, achieved: Achieved, *, batch_size: int, mean_length: float, dense_bytes: int
 ) -> StepBytes:
     """Of a step with `mean_length` cached positions per row. Weights are read once for all rows of the batch (the union
     of their units; all of an MLP's where more rows than `MAX_FUSED_SPARSE_ROWS` take a mask); an inactive group's keys
     and values are not read, each row for itself. `dense_bytes`: what a dense step reads of the weights."""
     config, itemsize, num_layers = model.config, model.compute_dtype.itemsize, model.config.num_hidden_layers
     union = achieved.unions if batch_size <= MAX_FUSED_SPARSE_ROWS else {**achieved.unions, "mlp": 1.0}
-    # CATS reads its gate whole to choose the rest.
-    mlp_share = (1.0 + 2.0 * union["mlp"]) / 3.0 if method == "cats" else union["mlp"]
+    mlp_share = union["mlp"] if method == "dense" else find_method(method).mlp_share(union["mlp"])
     query_weights = 2 * config.hidden_size * config.num_attention_heads * config.head_dim  # and the output's
     skipped = (1.0 - mlp_share) * config.mlp_num_parameters + (1.0 - union["attention"]) * query_weights
     cached = 2 * config.num_key_value_heads * config.head_dim * mean_length * batch_size

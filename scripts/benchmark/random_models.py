@@ -22,9 +22,10 @@ from modules.decoder import Decoder
 from modules.feed_forward import FeedForward
 from modules.sparsity import ActiveSet, Block, SelectionContext, Selector
 from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at
+from sparse_predictor.methods.cats import CatsSelector
+from sparse_predictor.methods.learned_predictor import PredictorSelector
 from sparse_predictor.predictor import Predictor, auto_head_rank
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection, remove_sparsity
-from sparse_predictor.selectors import CatsSelector, PredictorSelector
 from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
 from sparse_predictor.thinning import PROJECTIONS
 from sparse_predictor.thresholds import CalibratingSelector
@@ -229,8 +230,10 @@ def calibrate(
         generator = torch.Generator().manual_seed(selection.seed)
         return {
             layer_idx: LayerCalibration(
-                neuron_frequency=torch.rand(config.intermediate_size, generator=generator),
-                group_frequency=torch.rand(config.num_key_value_heads, generator=generator),
+                {
+                    "neuron_frequency": torch.rand(config.intermediate_size, generator=generator),
+                    "group_frequency": torch.rand(config.num_key_value_heads, generator=generator),
+                }
             )
             for layer_idx in layers
         }
@@ -254,7 +257,7 @@ def calibrate(
     model(token_ids)
     remove_sparsity(model)
     return {
-        layer_idx: LayerCalibration(gate_quantiles=gates[layer_idx].quantiles if gates else None)
+        layer_idx: LayerCalibration({"gate_quantiles": gates[layer_idx].quantiles} if gates else {})
         for layer_idx in layers
     }
 
@@ -287,7 +290,7 @@ class CalibratingGate(CatsSelector):
     def __init__(self, mlp: FeedForward, density: float) -> None:
         super().__init__(mlp, float("-inf"))
         self.density = density
-        self.quantiles: Tensor | None = None
+        self.quantiles = torch.empty(0)
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         assert context.valid is not None
@@ -327,8 +330,10 @@ def _calibrate_inputs(model: Decoder, density: float, token_ids: Tensor, start: 
             setattr(model.mlp(layer_idx), name, part.projection)
     return {
         layer_idx: LayerCalibration(
-            input_quantiles=parts[layer_idx, "up_proj"].quantiles,
-            activation_quantiles=parts[layer_idx, "down_proj"].quantiles,
+            {
+                "input_quantiles": parts[layer_idx, "up_proj"].quantiles,
+                "activation_quantiles": parts[layer_idx, "down_proj"].quantiles,
+            }
         )
         for layer_idx in model.layers
     }

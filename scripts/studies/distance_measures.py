@@ -28,9 +28,9 @@ from scripts.studies.lookahead_fits import (
     scores_of,
     windows_at_once,
 )
+from sparse_predictor.methods.learned_predictor import PredictorSelector
 from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
-from sparse_predictor.selectors import PredictorSelector
 
 Study = Literal["lookahead", "rank", "calibration_tokens"]
 STUDIES: tuple[Study, ...] = ("lookahead", "rank", "calibration_tokens")

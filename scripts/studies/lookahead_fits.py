@@ -20,8 +20,8 @@ from torch import Tensor
 from modules.decoder import Decoder
 from modules.feed_forward import unit_norms
 from modules.forward_pass import ResidualStream
-from modules.selectors import contribution
 from modules.sparsity import ActiveSet, Block
+from sparse_predictor.labels import contribution
 from sparse_predictor.low_rank import LowRankMap, RegressionSums
 from sparse_predictor.predictor import Predictor
 from sparse_predictor.train import relative_magnitude

@@ -6,11 +6,15 @@ import torch
 
 from modules.decoder import Decoder
 from modules.feed_forward import unit_norms
-from modules.selectors import OracleSelector, PromptSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, Block, Selector, SparsityStats
+from sparse_predictor.methods.cats import CatsSelector
+from sparse_predictor.methods.griffin import PromptSelector
+from sparse_predictor.methods.learned_predictor import PredictorSelector
+from sparse_predictor.methods.oracle import OracleSelector
+from sparse_predictor.methods.random import RandomSelector
+from sparse_predictor.methods.static import StaticSelector
 from sparse_predictor.predictor import Predictor, Rule
-from sparse_predictor.selection import apply_sparsity
-from sparse_predictor.selectors import CatsSelector, PredictorSelector, SparsePhaseGate
+from sparse_predictor.selection import SparsePhaseGate, apply_sparsity
 
 Method = Callable[[int, Block, Decoder], Selector | None]
 

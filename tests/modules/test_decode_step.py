@@ -112,7 +112,7 @@ def test_lists_in_no_fixed_order_are_not_made_early_where_runs_must_repeat(
 
 
 def test_more_groups_than_a_kernel_takes_are_chosen_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparse_predictor.selectors.MAX_GROUPS", 1)
+    monkeypatch.setattr("sparse_predictor.methods.learned_predictor.MAX_GROUPS", 1)
     model = tiny_decoder(LLAMA, dtype=torch.float32)
     (plain, expected), (fused, counts) = both_steps(model, METHODS["threshold-ahead"], 1)
     torch.testing.assert_close(fused[0], plain[0], rtol=0, atol=1e-4)

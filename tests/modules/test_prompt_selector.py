@@ -10,10 +10,10 @@ from modules.decoder import Decoder
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from modules.scoring import Window, score_windows, windows_likelihood
-from modules.selectors import PromptSelector
 from modules.sparsity import SparsityStats
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.answerer import score_continuations
+from sparse_predictor.methods.griffin import PromptSelector
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens

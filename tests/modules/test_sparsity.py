@@ -11,8 +11,9 @@ from torch import Tensor
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.sampling import mix_seed
-from modules.selectors import MAX_DRAWS, OracleSelector, RandomSelector
 from modules.sparsity import BLOCKS, ActiveSet, BlockStats, SelectionContext, SparsityStats, num_kept
+from sparse_predictor.methods.oracle import OracleSelector
+from sparse_predictor.methods.random import MAX_DRAWS, RandomSelector
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection, remove_sparsity
 from tests.modules.unit_shard_ranks import context_of
 

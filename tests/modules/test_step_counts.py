@@ -10,8 +10,10 @@ from modules.feed_forward import unit_norms
 from modules.generation import generate
 from modules.graphs import StepCounts, _side_by_side
 from modules.requests import GenerationRequest
-from modules.selectors import OracleSelector, RandomSelector, StaticSelector
 from modules.sparsity import BLOCKS, ActiveSet, Block, SelectionContext, Selector, SparsityStats
+from sparse_predictor.methods.oracle import OracleSelector
+from sparse_predictor.methods.random import RandomSelector
+from sparse_predictor.methods.static import StaticSelector
 from sparse_predictor.selection import apply_sparsity
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import LLAMA, random_tokens

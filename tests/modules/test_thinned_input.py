@@ -13,8 +13,10 @@ from modules.requests import GenerationRequest, GenerationResult
 from modules.thinned_input import in_step, lay_out_for_kernels
 from sparse_predictor.calibration import NUM_QUANTILES, LayerCalibration
 from sparse_predictor.cost import thinned_densities
-from sparse_predictor.selection import SparsePhases, apply_sparsity, remove_sparsity
-from sparse_predictor.thinning import prepare_kernels, teal, thin_inputs
+from sparse_predictor.methods.registry import Setting, SparsePhases
+from sparse_predictor.methods.teal import teal
+from sparse_predictor.selection import apply_sparsity, remove_sparsity
+from sparse_predictor.thinning import prepare_kernels, thin_inputs
 from tests.modules.played_graphs import play_graphs
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
@@ -35,7 +37,8 @@ def thin(model: Decoder, phases: SparsePhases) -> None:
     apply_sparsity(model, {})
     quantiles = torch.linspace(0.0, 1.6, NUM_QUANTILES)
     calibration = {
-        layer: LayerCalibration(input_quantiles=quantiles, activation_quantiles=quantiles / 8) for layer in model.layers
+        layer: LayerCalibration({"input_quantiles": quantiles, "activation_quantiles": quantiles / 8})
+        for layer in model.layers
     }
     # Of each matrix its own: gate and up read one input, and drop other entries of it.
     densities = {
@@ -43,7 +46,8 @@ def thin(model: Decoder, phases: SparsePhases) -> None:
         for name, start in (("gate_proj", 0.45), ("up_proj", 0.5), ("down_proj", 0.55))
         if name != "gate_proj" or model.config.gated_mlp
     }
-    thin_inputs(model, teal(calibration, "teal"), densities, decode_only=phases == "decode")
+    setting = Setting(model=model, densities={}, calibration=calibration)
+    thin_inputs(model, teal(setting, "teal"), densities, decode_only=phases == "decode")
     prepare_kernels(model)
     model.is_sparse = True
 

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modules.feed_forward import unit_norms
-from modules.selectors import OracleSelector, RandomSelector, StaticSelector, contribution
 from modules.sparsity import BLOCKS, ActiveSet, Selector, SparsityStats, num_kept
+from sparse_predictor.labels import contribution
+from sparse_predictor.methods.oracle import OracleSelector
+from sparse_predictor.methods.random import RandomSelector
+from sparse_predictor.methods.static import StaticSelector
 from sparse_predictor.selection import Selection, apply_sparsity, attach_selection
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder

@@ -67,7 +67,7 @@ def options(folder: Path, output: Path, **changes: Any) -> Options:
 def test_a_run_loads_the_budget_and_reads_as_many_bytes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any, heads: float
 ) -> None:
-    monkeypatch.setattr("sparse_predictor.sensitivity.STEP", 0.2)  # of seven matrices smaller steps take seconds
+    monkeypatch.setattr("sparse_predictor.sensitivity.GREEDY_STEP", 0.2)  # of seven matrices smaller steps take seconds
     path = tmp_path / "budget.json"
     budget = main(options(folder, path, method=method, mlp_density=0.5, head_density=heads))
     assert read_budget(path) == budget

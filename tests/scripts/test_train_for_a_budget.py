@@ -16,7 +16,7 @@ from scripts.train import Options, main
 from sparse_predictor.budgets import DensityBudget
 from sparse_predictor.labels import LabelDefinition
 from sparse_predictor.predictor import PredictorStack
-from sparse_predictor.selection import Method, Selection, attach_selection
+from sparse_predictor.selection import MethodName, Selection, attach_selection
 from sparse_predictor.sensitivity import divergence_of
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.train import validation_metrics
@@ -58,7 +58,7 @@ def held_out(folder: Path) -> Tensor:
     return rows.text("validation", 16384, 32)
 
 
-def run(predictors: Path, text: Tensor, *, method: Method = "predictor", **selection: Any) -> SparsityStats:
+def run(predictors: Path, text: Tensor, *, method: MethodName = "predictor", **selection: Any) -> SparsityStats:
     model = tiny_decoder(LLAMA)
     stats = attach_selection(model, Selection(method=method, predictors=predictors, sparse_phases="all", **selection))
     with torch.no_grad():

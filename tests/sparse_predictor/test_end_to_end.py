@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from sparse_predictor.labels import LabelDefinition
+from sparse_predictor.methods.learned_predictor import PredictorSelector
 from sparse_predictor.predictor import Predictor, PredictorStack
 from sparse_predictor.refine import RefineOptions, refine
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
-from sparse_predictor.selectors import PredictorSelector
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.thresholds import calibrate_thresholds
 from sparse_predictor.train import FitOptions, fit_scores

@@ -12,10 +12,12 @@ from modules.thinned_input import ThinnedInput
 from sparse_predictor.budgets import DensityBudget, predictors_id
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.cost import achieved
+from sparse_predictor.methods.registry import Setting, find_method
+from sparse_predictor.methods.teal import teal
 from sparse_predictor.selection import attach_selection, remove_sparsity
 from sparse_predictor.sensitivity import GREEDY_LEAST, GREEDY_STEP, GreedyPath, greedy_paths
 from sparse_predictor.store import load_calibration
-from sparse_predictor.thinning import thin_of, thinned_by_name, thinned_matrices
+from sparse_predictor.thinning import matrices_of, thinned_by_name
 from sparse_predictor.thresholds import set_thresholds_in_run
 from sparse_predictor.training_data import TrainingRows
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -45,8 +47,9 @@ def streams(model: Decoder, tokens: Tensor, thresholds: dict[tuple[int, str], fl
 @pytest.mark.parametrize(("kind", "method"), [("llama", "teal"), ("llama", "teal-all"), ("opt", "teal")])
 def test_each_step_is_the_one_that_costs_least_per_weight(trained: Trained, kind: str, method: str) -> None:
     model, tokens = tiny_decoder(KINDS[kind], dtype=torch.float64), random_tokens(3, 20)
-    names = thinned_matrices(model.config, method)
-    thin = thin_of(model, load_calibration(trained(kind=kind)), method)  # type: ignore[arg-type]
+    names = matrices_of(model.config, find_method(method).blocks)
+    calibration = load_calibration(trained(kind=kind))
+    thin = teal(Setting(model=model, densities={}, calibration=calibration), method)
     calls: list[int] = []
     paths = greedy_paths(model, thin, names, [0.6, 0.9, 0.4], tokens, lambda: calls.append(1))
     assert len(paths) == len(calls) == 3
@@ -156,7 +159,7 @@ def test_budgets_of_other_matrices_are_refused(trained: Trained) -> None:
 def test_training_sets_the_thresholds_of_each_method_in_its_own_sparse_run(trained: Trained, method: str) -> None:
     model, directory = tiny_decoder(KINDS["llama"]), trained()
     calibration = load_calibration(directory)
-    assert calibration[0].densities is not None and calibration[0].densities.tolist() == [0.5, 0.3]
+    assert calibration[0].statistics["densities"].tolist() == [0.5, 0.3]
     attach_selection(model, selection(method, directory, 0.3))
     used = thinned_by_name(model)
     found = (

@@ -16,8 +16,8 @@ from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from modules.sparsity import num_kept
 from sparse_predictor.cost import thinned_densities
+from sparse_predictor.methods.registry import is_thinning
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from sparse_predictor.thinning import is_thinning
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection

@@ -10,8 +10,10 @@ from modules.linear import Linear
 from modules.sparsity import SelectionContext
 from modules.thinned_input import ThinnedInput
 from sparse_predictor.calibration import quantiles_of, threshold_at
+from sparse_predictor.methods.cats import CatsSelector
+from sparse_predictor.methods.learned_predictor import PredictorSelector
+from sparse_predictor.methods.registry import at_least
 from sparse_predictor.predictor import Predictor
-from sparse_predictor.selectors import CatsSelector, PredictorSelector, at_least
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 

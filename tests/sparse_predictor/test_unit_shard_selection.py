@@ -11,11 +11,11 @@ from modules.decoder import Decoder
 from modules.sparsity import BLOCKS
 from sparse_predictor.cost import layer_bytes_share, mlp_bytes_share, predictor_bytes_share, thinned_densities
 from sparse_predictor.labels import LabelDefinition, true_active
+from sparse_predictor.methods.learned_predictor import PredictorSelector
+from sparse_predictor.methods.registry import all_methods, is_thinning, thins_attention
 from sparse_predictor.metrics import measure_selection
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
-from sparse_predictor.selectors import PredictorSelector
 from sparse_predictor.store import read_manifest, same_weights, weights_sample
-from sparse_predictor.thinning import THINNING_METHODS, is_thinning, thins_attention
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 from tests.modules.unit_shard_ranks import Ranks, Watched, cut_decoders, head_plans, unit_shard
@@ -25,9 +25,9 @@ PLANS = head_plans()
 PREDICTORS = [("predictor", variant) for variant in ("plain", "standin", "topk", "lookahead")]
 METHODS = [
     *PREDICTORS,
-    *((method, "standin") for method in ("oracle", "static", "random", "cats", "griffin", *THINNING_METHODS)),
+    *((name, "standin") for name, method in all_methods().items() if name != "predictor"),
 ]
-CHOOSE_NO_HEADS = ("cats", "griffin", *THINNING_METHODS)
+CHOOSE_HEADS = ("predictor", "oracle", "static", "random")
 
 
 def sharded(plan: str, kind: str = "llama") -> tuple[Decoder, Ranks, list[Decoder]]:
@@ -58,7 +58,7 @@ def test_every_method_chooses_as_in_one_process(
     trained: Trained, plan: str, method: str, variant: str, batch: int
 ) -> None:
     whole, ranks, models = sharded(plan)
-    heads = 1.0 if method in CHOOSE_NO_HEADS else 0.5
+    heads = 0.5 if method in CHOOSE_HEADS else 1.0
     chosen = selection(method, trained(variant), 0.3, head_density=heads)
     alone = run(whole, chosen, batch)
     found = ranks.run(lambda rank: run(models[rank], chosen, batch))
@@ -192,7 +192,7 @@ def stages(kind: str = "llama", cuts: tuple[int, ...] = (0, 1, 3)) -> list[Decod
 @pytest.mark.parametrize(("method", "variant"), METHODS)
 def test_a_pipeline_stage_selects_for_the_layers_it_has(trained: Trained, method: str, variant: str) -> None:
     whole = tiny_decoder(KINDS["llama"], dtype=torch.float64)
-    heads = 1.0 if method in CHOOSE_NO_HEADS else 0.5
+    heads = 0.5 if method in CHOOSE_HEADS else 1.0
     chosen = selection(method, trained(variant), 0.3, head_density=heads)
     ids = random_tokens(2, 6)
     with torch.no_grad():

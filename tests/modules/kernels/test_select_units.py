@@ -15,8 +15,9 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.select_units import select_units
 from modules.kernels.weight_tiles import Tuning
 from modules.sparsity import ActiveList, ActiveSet, SelectionContext
+from sparse_predictor.methods.cats import CatsSelector
+from sparse_predictor.methods.learned_predictor import PredictorSelector
 from sparse_predictor.predictor import Predictor
-from sparse_predictor.selectors import CatsSelector, PredictorSelector
 from tests.modules.kernels.kernel_checks import (
     DEVICES,
     DTYPES,

@@ -1,27 +1,29 @@
-"""Selectors that need calibration or training: the learned predictor and CATS, and the gate for sparse phases.
+"""The learned predictor: a low-rank map scores units before they are computed (see `sparse_predictor/predictor.py`)."""
 
-Those that need neither live in `modules/selectors.py`.
-"""
-
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
+from loguru import logger
 from torch import Tensor
 
-from modules.decode_step import Choice, choose
-from modules.feed_forward import FeedForward
-from modules.kernels.arguments import ACTIVATION_FUNCTIONS
+from data.files import convert_json
+from modules.decode_step import Choice
 from modules.kernels.choose_groups import MAX_GROUPS, MAX_RANK, choose_groups
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.early_selection import EarlyGroups, EarlyUnits
 from modules.kernels.norm_linear import norm_linear
 from modules.kernels.select_units import select_units
 from modules.sparsity import ActiveSet, Block, SelectionContext, Selector, StandIn, UnitShard, num_kept
+from sparse_predictor.budgets import DensityBudget
+from sparse_predictor.methods.registry import Setting, ThresholdSelector, UnitMethod, at_least
 from sparse_predictor.predictor import Predictor, Rule
+from sparse_predictor.store import Density, load_predictors, parse_manifest, read_manifest
 
 
-class PredictorSelector:
+class PredictorSelector(ThresholdSelector):
     """Active units from learned scores: those above one threshold per layer, or the top count per token.
 
     Deja Vu (Liu et al. 2023, section 4) with rule `topk`; the threshold, the stand-in for what is skipped and how the
@@ -32,7 +34,7 @@ class PredictorSelector:
         self.predictor = predictor
         self.lookahead = lookahead
         self.count = num_kept(density, predictor.num_units) if rule == "topk" else None
-        self.threshold = predictor.threshold(density)
+        self.threshold, self.has_threshold = predictor.threshold(density), self.count is None
         self.standin_index = predictor.standin_index(density)
         self.num_parameters_read = predictor.num_parameters_read(density)
 
@@ -120,61 +122,76 @@ class PredictorSelector:
         return StandIn(inputs=predictor.standin_in[index], outputs=outputs, bias=predictor.standin_bias[index])
 
 
-def at_least(scores: Tensor, threshold: float, units: UnitShard | None) -> Tensor:
-    """Units whose score [rows, U] reaches the threshold; padding of a shard never does."""
-    return scores >= threshold if units is None else (scores >= threshold) & units.real
+def trained_densities(predictors: Path, density: float) -> list[float] | None:
+    """The density of each MLP that a directory of predictors was trained for, if that was a budget of this mean;
+    ValueError if its manifest says nothing that can be used."""
+    if not (predictors / "manifest.json").is_file():
+        return None  # whoever needs the predictors will say so
+    manifest = parse_manifest(predictors)
+    found = manifest.training.get("density_budget")
+    if found is None or manifest.densities != [density]:
+        return None
+    where = f"{predictors}/manifest.json: training.density_budget"
+    budget = DensityBudget(densities={"mlp": convert_json(found, list[Density], where)})
+    return budget.of_mlps(density)
 
 
-class CatsSelector:
-    """CATS (Lee et al. 2024, Contextually-Aware Thresholding for Sparsity, section 3): compute the gate for every
-    neuron, keep those with |act(gate)| above one threshold per layer, a quantile of calibration text. Differs: no
-    fine-tuning after it, which is optional in the paper."""
-
-    lookahead = 0
-
-    def __init__(self, mlp: FeedForward, threshold: float) -> None:
-        if mlp.gate_proj is None:
-            raise ValueError("method cats needs a gated MLP; this model has none")
-        self.gate_proj = mlp.gate_proj
-        self.activation = mlp.activation
-        self.activate = ACTIVATION_FUNCTIONS[mlp.activation]
-        self.threshold = threshold
-
-    def thresholded(self, hidden_states: Tensor, context: SelectionContext) -> Tensor:
-        """What the threshold is compared with: |act(gate)| [rows, U]."""
-        return self.activate(self.gate_proj(hidden_states)).flatten(0, 1).abs()
-
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        gate_values = self.activate(self.gate_proj(hidden_states)).flatten(0, 1)
-        return ActiveSet(at_least(gate_values.abs(), self.threshold, context.units), gate_values=gate_values)
-
-    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
-        """See `StepSelector`: gate, threshold and list in one kernel."""
-        return select_units(
-            source,
-            self.gate_proj.kernel_argument(),
-            self.gate_proj.bias,
-            threshold=self.threshold,
-            activation=self.activation,
-            keep_values=True,
-            counters=counters,
+def make(setting: Setting) -> Callable[[int, Block], Selector]:
+    """Reads the files of the layers that are here, and tells where a density was not calibrated."""
+    model, densities = setting.model, setting.densities
+    assert setting.predictors is not None
+    predictors, manifest = load_predictors(setting.predictors, model)
+    places = [(layer, density) for layer, density in enumerate(densities["mlp"]) if (layer, "mlp") in predictors]
+    between = sorted(
+        {
+            density
+            for layer, density in places
+            if density < 1.0 and predictors[layer, "mlp"].calibrated_index(density) is None
+        }
+    )
+    calibrated = sorted({value for layer, _ in places for value in predictors[layer, "mlp"].densities.tolist()})
+    if between and not setting.has_thresholds:
+        logger.warning(
+            f"{setting.predictors} is calibrated at MLP densities {calibrated}, not in every layer at {between}: "
+            "thresholds come from dense states, stand-ins from the nearest; train with --densities for exact ones"
         )
 
+    def learned(layer: int, block: Block) -> Selector:
+        if (layer, block) not in predictors:
+            raise ValueError(
+                f"{setting.predictors}: no {block} predictor for layer {layer}; train with --units "
+                f"{block} or both, on all layers"
+            )
+        # The first layers have nothing that far back: they were trained on, and read, their own input.
+        lookahead = manifest.lookahead if layer >= manifest.lookahead else 0
+        rule = manifest.mlp_rule if block == "mlp" else "topk"
+        selector = PredictorSelector(predictors[layer, block], densities[block][layer], rule, lookahead)
+        # Only now: in half precision the calibrated densities and thresholds would no longer be themselves.
+        selector.predictor.to(device=model.device, dtype=model.compute_dtype)
+        units = model.half_block(layer, block).block.units
+        if units is not None:
+            selector.keep_units(units)
+        return selector
 
-@dataclass(frozen=True)
-class SparsePhaseGate:
-    """Lets a selector choose only while decoding (`sparse_phases=decode`): the prompt stays dense."""
+    return learned
 
-    inner: Selector
 
-    @property
-    def lookahead(self) -> int:
-        """As the selector inside."""
-        return self.inner.lookahead
+def lookahead_of(setting: Setting) -> int:
+    """Of all layers: a pipeline stage keeps inputs for the stages after it, too."""
+    assert setting.predictors is not None
+    return read_manifest(setting.predictors, setting.model).lookahead
 
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        return self.inner.select(hidden_states, context) if context.phase == "decode" else None
 
-    def select_in_step(self, source: DeferredNorm, context: SelectionContext, counters: Tensor) -> Choice:
-        """As the selector inside: a step decodes."""
-        return choose(self.inner, source, context, counters)
+METHOD = UnitMethod(
+    name="predictor",
+    summary="The units that a trained low-rank predictor scores highest, with a linear stand-in for the others.",
+    paper="Deja Vu, arXiv 2310.17157",
+    order=20,
+    colour="#0072B2",
+    marker="o",
+    blocks=("attention", "mlp"),
+    files="predictors",
+    trained_densities=trained_densities,
+    lookahead=lookahead_of,
+    make=make,
+)
