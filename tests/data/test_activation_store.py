@@ -198,17 +198,6 @@ def test_arrays_that_are_not_contiguous_are_stored_right(
     np.testing.assert_array_equal(store.token_ids, token_ids[::-1])
 
 
-def test_a_genuine_eos_stays_a_row(
-    tmp_path: Path, make_layout: Callable[..., StoreLayout], make_document: Callable[..., Any]
-) -> None:
-    layout = make_layout()
-    token_ids, activations = make_document(layout, "0", 4)
-    token_ids[[1, 3]] = 0  # the id that also pads
-    with ActivationStoreWriter(tmp_path, layout) as writer:
-        writer.append_document("0", token_ids, activations)
-    assert ActivationStore(tmp_path).token_ids.tolist() == token_ids.tolist()
-
-
 def test_a_store_without_documents_is_read_as_empty(tmp_path: Path, make_layout: Callable[..., StoreLayout]) -> None:
     ActivationStoreWriter(tmp_path, make_layout()).close()
     store = ActivationStore(tmp_path)

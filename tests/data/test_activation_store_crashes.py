@@ -130,21 +130,6 @@ def test_kill_minus_nine_then_resume_equals_a_run_that_was_never_killed(
     assert ActivationStore(tmp_path / "killed").manifest.complete
 
 
-def test_a_run_killed_before_its_first_data_file_resumes_from_nothing(
-    tmp_path: Path,
-    make_layout: Callable[..., StoreLayout],
-    make_document: Callable[..., Any],
-    read_folder: ReadFolder,
-) -> None:
-    layout = make_layout()
-    collect(tmp_path / "whole", layout, make_document, [3, 4])
-    ActivationStoreWriter(tmp_path / "killed", layout, command_line="collect False").close(complete=False)
-    for name in list(layout.files)[1:]:
-        (tmp_path / "killed" / name).unlink()
-    collect(tmp_path / "killed", layout, make_document, [3, 4], resume=True)
-    assert read_folder(tmp_path / "killed") == read_folder(tmp_path / "whole")
-
-
 def test_an_exception_keeps_the_documents_before_it_and_leaves_the_store_incomplete(
     tmp_path: Path, make_layout: Callable[..., StoreLayout], make_document: Callable[..., Any]
 ) -> None:
@@ -184,32 +169,6 @@ def test_the_manifest_moves_only_when_every_data_file_is_on_the_disk(
         monkeypatch.undo()
     assert set(events[: len(layout.files)]) == set(layout.files)
     assert events[len(layout.files) :] == [f"manifest.json.{os.getpid()}.tmp", "replace", tmp_path.name]
-
-
-def test_a_full_disk_leaves_the_last_flush_readable(
-    tmp_path: Path,
-    make_layout: Callable[..., StoreLayout],
-    make_document: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layout = make_layout()
-    writer = ActivationStoreWriter(tmp_path, layout)
-    writer.append_document("0", *make_document(layout, "0", 3))
-    writer.flush()
-
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("data.store_files.os.fsync", no_space)
-    writer.append_document("1", *make_document(layout, "1", 3))
-    with pytest.raises(
-        OSError, match=r"token_ids.mmap: no space left .*; free space there, then continue with --resume"
-    ):
-        writer.close()
-    monkeypatch.undo()
-    assert ActivationStore(tmp_path).num_rows == 3
-    assert collect(tmp_path, layout, make_document, [3, 3], resume=True) == 1
-    assert ActivationStore(tmp_path).num_rows == 6
 
 
 def test_resuming_a_complete_store_collects_nothing_and_changes_no_byte(

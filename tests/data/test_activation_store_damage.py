@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,11 +201,3 @@ def test_a_full_disk_while_rows_are_appended_names_the_file_and_a_resume_complet
     assert ActivationStore(tmp_path / "store").num_rows == LENGTHS[0]
     assert collect(tmp_path / "store", layout, make_document, resume=True) == ["1", "2"]
     assert read_folder(tmp_path / "store") == read_folder(tmp_path / "whole")
-
-
-def test_a_copied_store_is_as_good_as_the_first(
-    tmp_path: Path, make_layout: Layout, make_document: MakeDocument
-) -> None:
-    collect(tmp_path / "one", make_layout(label_format="packed"), make_document)
-    shutil.copytree(tmp_path / "one", tmp_path / "two")
-    assert ActivationStore(tmp_path / "two", verify=True).manifest.complete

@@ -318,29 +318,6 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert read_ids(path) == [1, 2]
 
 
-def test_output_may_be_a_device_but_not_resumed() -> None:
-    prompts = make_prompts(2)
-    with CompletionWriter("/dev/null", prompts, settings={"method": "dense"}) as writer:
-        for request_id in reversed(prompts):
-            writer.write(answer(request_id))
-    with pytest.raises(ValueError, match="cannot resume /dev/null: it is not a regular file"):
-        CompletionWriter("/dev/null", prompts, resume=True)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"finish_reason": "eos"}, "finish_reason must be one of .*, got 'eos'"),
-        ({"finish_reason": "error"}, "an `error` text goes with finish_reason error"),
-        ({"error": "x"}, "an `error` text goes with finish_reason error"),
-        ({"logprobs": [None, float("nan")]}, "answer 1: a log-probability is not finite"),
-    ],
-)
-def test_an_answer_that_contradicts_itself_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        answer(1, **changes)
-
-
 def test_text_that_utf8_cannot_hold_still_makes_a_line() -> None:
     record = answer(1, text="lone \udc80 surrogate")
     assert json.loads(record.to_line())["text"] == "lone \udc80 surrogate"

@@ -81,11 +81,6 @@ def test_a_bad_spec_is_refused_at_the_call_in_one_line(spec: str, message: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_a_side_is_train_or_test() -> None:
-    with pytest.raises(ValueError, match="side must be train or test, got 'dev'"):
-        iter_documents("c4", side="dev")  # type: ignore[arg-type]
-
-
 def test_a_folder_is_no_corpus(tmp_path: Path) -> None:
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(IsADirectoryError, match=r"folder.txt is a folder; give a file"):

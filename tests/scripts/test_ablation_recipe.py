@@ -56,10 +56,3 @@ def test_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     assert done.returncode == 3 and len(calls) == 1
     done, calls = run_recipe(tmp_path, MODEL="model", STEPS="relufy")
     assert done.returncode == 0 and "scripts.studies.relufy" in calls[-1][2] and len(calls) == 2
-
-
-def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path: Path) -> None:
-    done, calls = run_recipe(tmp_path)
-    assert done.returncode == 2 and "bash scripts/quickstart.sh" in done.stderr and not calls
-    done, _ = run_recipe(tmp_path, "--help")
-    assert done.returncode == 0 and "NUM_GPUS" in done.stdout

@@ -140,24 +140,6 @@ def test_every_method_is_scored_at_every_density_uniform_and_with_its_budget(tmp
     assert ("scripts.carried_tasks fold makes records" in done.stderr) == requests
 
 
-def test_what_dense_gave_is_in_every_file_once(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/perplexity_dense.jsonl").write_text("dense\n")
-    (tmp_path / "run/perplexity_cats.jsonl").write_text("older\n")
-    done, calls = run_recipe(tmp_path, "model", METHODS="static cats", RUN_DIR="run", STEPS="perplexity", BUDGETS="")
-    assert done.returncode == 0, done.stderr
-    assert flags(calls[0], "--method") == ["dense"] and calls[1].startswith("end "), "first and alone"
-    assert (tmp_path / "run/perplexity_static.jsonl").read_text() == "dense\n"
-    assert (tmp_path / "run/perplexity_cats.jsonl").read_text() == "older\n", "a file that is there is kept"
-
-
-def test_jobs_take_the_gpus_in_turn(tmp_path: Path) -> None:
-    done, calls = run_recipe(tmp_path, "model", STEPS="brief", GPUS="2", SHOWS="CUDA_VISIBLE_DEVICES")
-    assert done.returncode == 0, done.stderr
-    seen = [(tmp_path / "seen").read_text().splitlines().count(gpu) for gpu in ("0", "1")]
-    assert seen == [5, 3], "brief trainings and their budgets on 0, 1, 0; calibration on 1, deja_vu on 0"
-
-
 def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     done, calls = run_recipe(tmp_path, "model", FAILS="predictors_0.5")
     assert done.returncode == 3 and not begun(calls, "evaluate")
@@ -170,11 +152,3 @@ def test_what_is_complete_is_kept_and_a_step_that_fails_ends_the_recipe(tmp_path
     done, calls = run_recipe(tmp_path, "model", STEPS="tain")
     assert done.returncode == 2 and not calls
     assert done.stderr == "error: STEPS: tain is not one of collect brief train perplexity tasks\n"
-
-
-def test_without_a_checkpoint_it_says_how_it_is_called(tmp_path: Path) -> None:
-    done, calls = run_recipe(tmp_path)
-    assert done.returncode == 2 and not calls
-    assert done.stderr == (
-        "error: give one checkpoint: bash scripts/recipes/accuracy.sh CHECKPOINT (--help says more)\n"
-    )

@@ -5,8 +5,6 @@ import os
 import re
 import resource
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import scripts.collect
-from data.activation_store import ActivationStore, ActivationStoreWriter
+from data.activation_store import ActivationStore
 from modules.checkpoint.load import load_config
 from scripts.collect import Options, main, parse_layers
 from scripts.command_line import run_stage
@@ -195,27 +192,6 @@ def test_an_interrupted_collection_resumes_to_the_same_bytes(
         assert run(tmp_path / "parts", resume=True).num_rows == 302, "nothing left to do, nothing run"
 
 
-def test_a_batch_becomes_valid_as_a_whole_so_that_resuming_forms_the_same_batches(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl", ragged_documents())
-    options = Options(model=str(llama), corpus=corpus, output_dir=tmp_path / "store", batch_size=3, quiet=True)
-    append = ActivationStoreWriter.append_document
-
-    def dying(self: ActivationStoreWriter, document_id: str, *args: Any, **kwargs: Any) -> None:
-        append(self, document_id, *args, **kwargs)
-        if document_id == "4":  # the middle of the second batch
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(scripts.collect, "ActivationStoreWriter", partial(ActivationStoreWriter, flush_bytes=1))
-        patch.setattr(ActivationStoreWriter, "append_document", dying)
-        with pytest.raises(Killed):
-            main(options)
-    assert [entry.document_id for entry in ActivationStore(tmp_path / "store").documents] == ["0", "1", "2"]
-    assert main(replace(options, resume=True)).num_rows == 302
-
-
 def arguments(folder: Path, tmp_path: Path, /, **changes: Any) -> list[object]:
     corpus = write_corpus(tmp_path / "corpus.jsonl", ragged_documents())
     flags: dict[str, Any] = {"model": folder, "corpus": corpus, "output-dir": tmp_path / "store", **changes}
@@ -240,12 +216,6 @@ def test_bad_flags_are_one_line_and_leave_no_store(
 ) -> None:
     assert message in one_error_line(main, Options, arguments(llama, tmp_path, **changes), capsys)
     assert not (tmp_path / "store").exists()
-
-
-def test_an_unknown_flag_exits_with_2(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as stop:
-        run_stage(main, Options, [str(word) for word in arguments(llama, tmp_path)] + ["--max-token", "3"])
-    assert stop.value.code == 2 and not (tmp_path / "store").exists()
 
 
 def test_an_existing_store_is_refused_without_resume_and_kept(

@@ -13,7 +13,7 @@ from loguru import logger
 
 from data.files import only_writer
 from pipeline_parallel.launch import Launch
-from scripts.command_line import _shared_options, one_line, progress, run_stage
+from scripts.command_line import _shared_options, progress, run_stage
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -150,23 +150,6 @@ def test_other_ranks_than_the_first_show_warnings_with_their_rank_only(
     assert capsys.readouterr().err == "WARNING [rank 2] take care\n"
 
 
-def test_system_errors_without_a_file_keep_their_message() -> None:
-    assert one_line(OSError("the disk is full")) == "the disk is full"
-
-
-def test_the_help_names_the_module_to_run() -> None:
-    command = [sys.executable, "-m", "scripts.summarize", "--help"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    assert "usage: python -m scripts.summarize" in done.stdout and "--output-dir" in done.stdout
-
-
-def test_a_bar_without_items_is_moved_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress((), "tokens", total=4, unit="tok") as bar:
-        bar.update(4)
-    assert "tokens: 100%" in capsys.readouterr().err
-
-
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     code = (
         "from dataclasses import make_dataclass; from scripts.command_line import run_stage; "
@@ -270,13 +253,6 @@ def test_a_terminal_without_a_character_shows_its_number() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=ascii_only, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == b"4 \\xd7 8 \\xb5s\\u2020\n" and done.stderr.count(b"\\xd7") >= 2
-
-
-@pytest.mark.parametrize("command", ["-m scripts.summarize", "convert_llama_checkpoint.py"])
-def test_help_into_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
-    command = f"{sys.executable} {command} --help | true"
-    done = subprocess.run(command, shell=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_work_that_waits_for_other_work_leaves_it_to_that_to_say_how_long_it_takes(

@@ -148,15 +148,6 @@ def test_phase_decode_warns_and_measures_the_dense_model(
         assert record["achieved"]["mlp_density"] == 1.0
 
 
-def test_decode_speed_is_timed_beside_dense(folder: Path, tmp_path: Path) -> None:
-    records = evaluate(folder, tmp_path / "r.jsonl", method=("random",), mlp_density=(0.5,), decode_tokens=5)
-    speed = records[-1]
-    assert [record["name"] for record in records] == ["perplexity", "perplexity", "decode"]
-    assert speed["value"] > 0 and speed["baseline"]["value"] > 0
-    assert speed["ratio"] == pytest.approx(speed["value"] / speed["baseline"]["value"])
-    assert speed["labels"]["batch_size"] == 1 and speed["labels"]["num_tokens"] == 5
-
-
 def test_a_decode_speed_has_its_samples_and_the_density_while_generating(folder: Path, tmp_path: Path) -> None:
     _, quality, speed = evaluate(folder, tmp_path / "r.jsonl", method=("cats",), mlp_density=(0.5,), decode_tokens=6)
     assert (
@@ -286,19 +277,6 @@ def test_bad_input_is_one_line_before_anything_is_recorded(
     assert not (tmp_path / "r.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [("", "holds no text"), ('{"token_ids": [5]}\n', "no token was scored"), ('{"prompt": 3}\n', "line 1")],
-)
-def test_an_empty_corpus_is_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, lines: str, message: str
-) -> None:
-    (tmp_path / "text.jsonl").write_text(lines)
-    words = flags(folder, tmp_path, corpus=tmp_path / "text.jsonl")
-    assert message in one_error_line(main, Options, words, capsys)
-    assert not (tmp_path / "r.jsonl").exists()
-
-
 def test_weights_that_are_not_finite_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder(tmp_path / "model", LLAMA))
     with torch.no_grad():
@@ -307,12 +285,6 @@ def test_weights_that_are_not_finite_are_one_line(tmp_path: Path, capsys: pytest
     write_corpus(tmp_path / "test.jsonl", TEXT)
     line = one_error_line(main, Options, flags(tmp_path, tmp_path), capsys)
     assert "mlp.up_proj.weight" in line and not (tmp_path / "r.jsonl").exists()
-
-
-def test_records_are_json_lines_with_their_environment(folder: Path, tmp_path: Path) -> None:
-    evaluate(folder, tmp_path / "deep/er/r.jsonl")
-    (line,) = (tmp_path / "deep/er/r.jsonl").read_text().splitlines()
-    assert {"device", "torch", "commit", "date"} <= json.loads(line)["environment"].keys()
 
 
 def test_a_run_ends_with_the_table_of_its_own_records(

@@ -24,9 +24,7 @@ from data.arithmetic import (
 )
 from scripts.evaluate import Options
 from scripts.lm_eval_tasks import (
-    PRESETS,
     check_names,
-    expand_presets,
     load_benchmarks,
     task_manager,
     templates_kept,
@@ -248,12 +246,6 @@ def test_names_are_not_guessed_but_the_nearest_are_said() -> None:
     with pytest.raises(ValueError, match="no such task; the nearest are arc_local, arcs "):
         check_names(["arc"], ["arcs", "arc_local", "winogrande"])
     check_names(["arc"], ["arc"])
-
-
-def test_presets_name_tasks_with_their_usual_examples() -> None:
-    assert expand_presets(["zero-shot", "arithmetic_words"], None) == {**PRESETS["zero-shot"], "arithmetic_words": None}
-    assert expand_presets(["few-shot"], None) == {"mmlu": 5, "gpqa_main_n_shot": 5, "medmcqa": 5}
-    assert set(expand_presets(["few-shot"], 2).values()) == {2}
 
 
 @pytest.mark.parametrize("steps", STEPS)

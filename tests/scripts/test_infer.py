@@ -110,16 +110,6 @@ def test_top_k_zero_and_minus_one_both_mean_all(folder: Path, tmp_path: Path) ->
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"]["top_k"] == -1
 
 
-def test_stop_strings_span_tokens_and_end_the_text(folder: Path, tmp_path: Path) -> None:
-    (whole,) = infer(folder, tmp_path, {"prompt": "w7"}, max_new_tokens=8)
-    words = whole["text"].split()
-    stop = f"{words[2]} {words[3]}"
-    (record,) = infer(folder, tmp_path, {"prompt": "w7", "stop": stop}, max_new_tokens=8)
-    assert record["finish_reason"] == "stop"
-    assert record["text"] == whole["text"][: whole["text"].index(stop)]
-    assert record["token_ids"] == whole["token_ids"][: len(record["token_ids"])]
-
-
 def test_a_prompt_beyond_the_context_fails_alone(folder: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "w1"}, {"prompt": "w2 " * 65, "id": "long"}, {"prompt": "w3"}]
     records = infer(folder, tmp_path, *lines, max_new_tokens=2, echo=True)
@@ -234,18 +224,6 @@ def test_impossible_flags_are_refused_before_the_output_is_touched(
     with pytest.raises(ValueError, match=message):
         infer(folder, tmp_path, {"prompt": "w1"}, **options)
     assert (tmp_path / "out.jsonl").read_text() == "earlier answers\n"
-
-
-def test_a_line_that_is_not_json_is_named_with_exit_code_2(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", {"prompt": "w1"}, "{oops")
-    arguments = ["--model", str(folder), "--input", str(prompts), "--output", str(tmp_path / "out.jsonl"), "--quiet"]
-    with pytest.raises(SystemExit) as stop:
-        run_stage(main, Options, arguments)
-    assert stop.value.code == 2
-    assert "line 2: not JSON" in capsys.readouterr().err
-    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_head_density_that_is_rounded_is_told_before_running(

@@ -145,12 +145,3 @@ def test_answers_of_another_checkpoint_of_the_same_name_are_not_resumed(tmp_path
     infer(tmp_path / "here/model", tmp_path, line)
     with pytest.raises(ValueError, match="cannot resume .*out.jsonl: checkpoint is '"):
         infer(tmp_path / "there/model", tmp_path, line, resume=True)
-
-
-def test_a_damaged_manifest_of_answers_says_what_to_do(folder: Path, tmp_path: Path) -> None:
-    infer(folder, tmp_path, {"prompt": "w1 w2"})
-    before = (tmp_path / "out.jsonl").read_bytes()
-    (tmp_path / "out.jsonl.manifest.json").write_text('{"settings"')
-    with pytest.raises(ValueError, match=r"cannot resume .*manifest.json: not JSON .*--overwrite to start afresh"):
-        infer(folder, tmp_path, {"prompt": "w1 w2"}, resume=True)
-    assert (tmp_path / "out.jsonl").read_bytes() == before

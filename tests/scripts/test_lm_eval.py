@@ -110,13 +110,6 @@ def test_what_is_wrong_is_one_line(
     assert stop.value.code == 2 and message in said and "Traceback" not in said
 
 
-def test_a_missing_lm_eval_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(SystemExit):
-        run_stage(scripts.lm_eval.main, LaunchOptions, [])
-    assert "error: lm-eval is not installed; get it with: pip install -e .[eval]" in capsys.readouterr().err
-
-
 def test_ranks_take_their_own_gpus_unless_the_cpu_is_asked_for() -> None:
     assert launch_device(["--device", "cuda:0"]) == launch_device([]) == launch_device(["--device=cuda"]) == "auto"
     assert launch_device(["--device", "cpu"]) == launch_device(["--device=cpu"]) == "cpu"

@@ -56,16 +56,6 @@ def test_every_shell_file_that_is_run_says_how_and_does_nothing_else(tmp_path: P
     assert not (tmp_path / "outputs").exists() and not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["infer", "--tp-size", "8"]])
-def test_the_slurm_recipe_outside_of_slurm_is_one_line(arguments: list[str]) -> None:
-    command = ["bash", str(Path(scripts.infer.__file__).parent / "recipes/slurm.sh"), *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: start this as a Slurm job: sbatch scripts/recipes/slurm.sh STAGE ")
-    assert done.stderr.count("\n") == 1
-
-
 # Stands in for Python: notes its arguments, and as evaluate adds a line to --output unless it is told to fail.
 STUB = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >>calls
@@ -125,14 +115,6 @@ def test_a_sweep_of_a_model_without_gates_leaves_cats_out(checkout: Path) -> Non
     assert done.returncode == 0, done.stderr
     evaluate = (checkout / "calls").read_text().splitlines()[0]
     assert " oracle predictor teal " in evaluate and "cats" not in evaluate
-
-
-def test_flags_after_sweep_replace_its_own(checkout: Path) -> None:
-    own = ["--method", "cats", "--output", "elsewhere.jsonl", "--corpus=wikitext", "--tasks", "arc easy"]
-    _, (evaluate, summarize) = sweep(checkout, *own)
-    assert evaluate.endswith(" --method cats --output elsewhere.jsonl --corpus=wikitext --tasks arc easy")
-    assert "--max-tokens" not in evaluate  # WikiText has an end
-    assert summarize == "-m scripts.summarize --results elsewhere.jsonl --output-dir elsewhere"
 
 
 def test_an_interrupted_sweep_keeps_its_records_and_goes_on(checkout: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import scripts.model_loading
-from scripts.model_loading import busy_cores, idle_threads, share_cores
+from scripts.model_loading import busy_cores, share_cores
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,13 +25,6 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "loadavg").write_text("0.20 0.18 0.12 3/404 1234\n")
     share_cores.cache_clear()
     return tmp_path / "loadavg"
-
-
-@pytest.mark.parametrize(
-    ("cores", "busy", "threads"), [(4, 0.0, 4), (4, 1.2, 3), (2, 2.7, 1), (64, 60.0, 4), (64, 63.0, 1)]
-)
-def test_threads_are_the_idle_cores(cores: int, busy: float, threads: int) -> None:
-    assert idle_threads(4, cores, busy) == threads
 
 
 def test_busy_cores_get_fewer_threads(load: Path, monkeypatch: pytest.MonkeyPatch) -> None:

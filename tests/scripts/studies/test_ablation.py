@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from loguru import logger
 import scripts.studies.ablation
 import scripts.studies.trained_models
 from analysis.results import Record, read_records
-from data.corpora import Document, iter_documents
 from data.files import only_writer
 from modules.checkpoint.load import load_model
 from modules.checkpoint.write import write_model
-from scripts.studies.ablation import VARIANTS, Options, main, num_parameters, variant_config
-from scripts.studies.trained_models import TextPlan, encode, is_trained, prepare_text, train_once, train_tokenizer
+from scripts.studies.ablation import VARIANTS, Options, main
+from scripts.studies.trained_models import TextPlan, is_trained, prepare_text, train_once, train_tokenizer
 from tests.modules.tiny_kinds import LLAMA
 from tests.modules.tiny_models import tiny_decoder
 
@@ -137,15 +136,6 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
         main(options(tmp_path / "cut", vocab_size=290))
 
 
-def test_the_eight_models_are_of_one_size() -> None:
-    chosen = Options(corpus=(), test_corpus="", output_dir=Path(), output=Path())
-    configs = {name: variant_config(chosen, levels, chosen.vocab_size) for name, levels in VARIANTS.items()}
-    assert len(configs) == 8
-    sizes = [num_parameters(config) for config in configs.values()]
-    assert max(sizes) < 1.01 * min(sizes) and all(abs(size - 15e6) < 0.01 * 15e6 for size in sizes)
-    assert configs[TWO[0]].model_type == "opt" and configs[TWO[1]].model_type == "llama"
-
-
 def test_documents_are_held_out_whole_and_each_token_is_somewhere(tmp_path: Path) -> None:
     flags = write_text(tmp_path)
     plan = TextPlan(
@@ -238,35 +228,6 @@ def test_a_tokenizer_that_was_moved_is_the_same_and_one_that_was_changed_is_not(
     assert identity("here") == identity("there")
     train_tokenizer(iter([" ".join(WORDS[::2])]), 270).save_pretrained(tmp_path / "there")
     assert identity("here") != identity("there")
-
-
-def test_no_more_of_the_other_text_is_read_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = write_text(tmp_path)
-    read = []
-
-    def without_end(spec: str, side: str) -> Iterator[Document]:
-        if side == "train":
-            yield from iter_documents(spec, side="train")
-            return
-        while True:
-            read.append(1)
-            yield Document(document_id=str(len(read)), text="the old man sings")
-
-    monkeypatch.setattr(scripts.studies.trained_models, "iter_documents", without_end)
-    monkeypatch.setattr(scripts.studies.trained_models, "DOCUMENTS_AT_ONCE", 4)
-    plan = TextPlan(
-        corpora=flags["corpus"], other_corpus="c4", vocab_size=300, train_tokens=100, calibration_tokens=32,
-        test_tokens=32, window=16,
-    )  # fmt: skip
-    assert prepare_text(tmp_path / "text", plan, quiet=True).other.shape == (2, 16) and len(read) < 32
-
-
-def test_a_tokenizer_gives_texts_back_and_frames_them() -> None:
-    tokenizer = train_tokenizer(iter(["the cat sees the dog"] * 5), 280)
-    text = "The cat, naïve: 12\n\n  ends."
-    (token_ids,) = encode(tokenizer, [text])
-    assert tokenizer.decode(token_ids[1:]) == text and token_ids[0] == tokenizer.eos_token_id == 0
-    assert 256 < len(tokenizer) <= 280 and token_ids.max() < len(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -135,23 +135,6 @@ def test_chunks_of_text_change_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
         assert other.value == pytest.approx(one.value) and other.interval == pytest.approx(one.interval)
 
 
-def test_the_same_token_again_is_reused_whole_and_windows_that_differ_are_not() -> None:
-    model = tiny_decoder(KINDS["opt-plain-norms"], dtype=torch.float64)
-    model.embeddings.positions.weight.data.zero_()  # a repeated token then sees only itself
-    repeated = torch.arange(10, 18)[:, None].expand(-1, 6)
-    (point,) = [p for p in activation_study(model, repeated) if p.metric == "reuse_tokens"]
-    assert point.value == pytest.approx(1.0) and point.static is not None and point.static < 0.9
-    assert point.above_static_interval is not None and point.above_static_interval[0] > 0
-
-
-@pytest.mark.cuda
-def test_a_gpu_finds_the_same_numbers() -> None:
-    here = activation_study(tiny_decoder(KINDS["llama"]), WINDOWS)
-    there = activation_study(tiny_decoder(KINDS["llama"]).to("cuda"), WINDOWS)
-    for one, other in zip(here, there, strict=True):
-        assert other.value == pytest.approx(one.value, abs=0.005), one.metric
-
-
 @pytest.mark.parametrize(
     ("windows", "options", "message"),
     [

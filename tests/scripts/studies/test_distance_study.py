@@ -11,7 +11,6 @@ import torch
 import scripts.studies.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
-from scripts.studies.distance_measures import spread_layers
 from scripts.studies.distance_study import DistancePoint, distance_study
 from sparse_predictor.low_rank import RIDGE
 from tests.modules.tiny_kinds import KINDS, random_tokens
@@ -118,36 +117,6 @@ def test_recalls_are_those_of_regressions_written_out(kind: str) -> None:
         assert point.num_tokens == 150 and point.perplexity is None
 
 
-def test_points_are_those_asked_for() -> None:
-    points = distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST, **OPTIONS)
-    neurons = [p for p in points if p.block == "mlp"]
-    assert [(p.study, p.lookahead, p.predictor_rank, p.calibration_tokens) for p in neurons] == [
-        *(("lookahead", lookahead, 8, 320) for lookahead in (0, 1, 2)),
-        *(("rank", lookahead, rank, 320) for rank in (1, 5) for lookahead in (0, 2)),
-        *(("calibration_tokens", lookahead, 8, amount) for amount in (160, 320) for lookahead in (0, 2)),
-    ]  # 170 tokens are 8 whole windows
-    assert {p.predictor_rank for p in points if p.block == "attention"} == {1, 2}  # two groups have no map of rank 5
-    far = distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST)  # three layers have no look-ahead above 2
-    assert {p.lookahead for p in far} == {0, 1, 2} and {p.lookahead for p in far if p.study == "rank"} == {0, 2}
-    assert sorted({p.calibration_tokens for p in far}) == [40, 80, 160, 320]
-    assert sorted({p.predictor_rank for p in far if p.block == "mlp"}) == [2, 4, 8, 16, 32]
-
-
-def test_intervals_hold_their_values() -> None:
-    for point in distance_study(tiny_decoder(KINDS["llama"]), CALIBRATION, TEST, **OPTIONS):
-        assert point.recall_interval[0] < point.recall < point.recall_interval[1]
-        assert point.static_recall_interval[0] <= point.static_recall <= point.static_recall_interval[1]
-        assert point.own_recall_interval[0] < point.own_recall < point.own_recall_interval[1]
-        if point.lookahead == 0:
-            assert (
-                point.own_recall == point.recall
-                and point.recall_drop == 0.0
-                and point.recall_drop_interval == (0.0, 0.0)
-            )
-        else:
-            assert point.recall_drop_interval[0] < point.recall_drop < point.recall_drop_interval[1]
-
-
 @pytest.mark.parametrize(("block", "lookahead"), [("mlp", 0), ("mlp", 2), ("attention", 1)])
 def test_perplexity_is_that_of_the_model_with_the_units_masked_by_hand(block: Block, lookahead: int) -> None:
     options = OPTIONS | {"perplexity_lookaheads": (0, lookahead), "perplexity_windows": 4}
@@ -220,26 +189,6 @@ def test_chunks_of_text_and_sampled_layers_change_no_number(monkeypatch: pytest.
     for one, other in zip(whole, sampled, strict=True):
         assert other.per_layer_recall == [None, None, pytest.approx(one.per_layer_recall[2])]
         assert other.recall == pytest.approx(one.per_layer_recall[2])
-
-
-def test_where_layers_add_next_to_nothing_distance_costs_nothing() -> None:
-    still, moving = tiny_decoder(KINDS["llama"]), tiny_decoder(KINDS["llama"])
-    for layer in range(3):
-        still.mlp(layer).down_proj.weight.data *= 1e-4
-        still.attention(layer).o_proj.weight.data *= 1e-4
-    options = {"lookaheads": (0, 1, 2), "ranks": (48,), "study_lookaheads": (0, 2)}
-    drops = []
-    for model in (still, moving):
-        points = distance_study(model, random_tokens(100, 20), TEST, **options)
-        drops += [p.recall_drop for p in points if (p.study, p.block, p.lookahead) == ("rank", "mlp", 2)]
-    assert abs(drops[0]) < 0.005 < 0.02 < -drops[1]
-
-
-def test_sampled_layers_are_evenly_spread_and_end_with_the_last() -> None:
-    assert spread_layers(30, 8) == [2, 6, 10, 14, 17, 21, 25, 29]
-    assert spread_layers(3, 8) == [0, 1, 2]
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        spread_layers(3, 0)
 
 
 @pytest.mark.cuda

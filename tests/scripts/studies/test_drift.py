@@ -9,17 +9,15 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import scripts.studies.drift as drift_stage
 from analysis.results import Record, read_records
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions
-from scripts.studies.drift import Options, main, write_study
+from scripts.studies.drift import Options, main
 from scripts.studies.drift_records import PARTS
 from tests.modules.tiny_kinds import LLAMA
-from tests.scripts.studies.test_drift_records import one
 from tests.sparse_predictor.tiny_stages import collect, model_folder, one_error_line, ragged_documents, write_corpus
 
 
@@ -56,39 +54,6 @@ def test_the_stage_leaves_records_verdict_plots_and_a_report(study: tuple[Path, 
     assert "Does drift explain it?" in verdict and "tiny" in verdict
     assert list(output_dir.glob("plots/*.png")) and "data:image/png" in (output_dir / "report.html").read_text()
     assert (output_dir / "summary.md").is_file()
-
-
-def test_a_later_run_leaves_no_plot_of_an_earlier_one(study: tuple[Path, list[Record]], tmp_path: Path) -> None:
-    _, records = study
-    (tmp_path / "mine.png").touch()
-    write_study(records, tmp_path)
-    assert len(list(tmp_path.glob("plots/*.png"))) > 2
-    found = [record for record in records if record["metric"] == "energy_share"]
-    write_study(found, tmp_path)
-    assert [path.name for path in tmp_path.glob("plots/*.png")] == ["drift_energy_in_the_largest_neurons.png"]
-    assert (tmp_path / "mine.png").exists()
-
-
-def test_what_distance_costs_is_recall_at_no_distance_minus_recall(study: tuple[Path, list[Record]]) -> None:
-    _, records = study
-    for block in ("mlp", "attention"):
-        own = one(records, "recall", study="lookahead", block=block, lookahead=0)["per_layer"]
-        for lookahead in (1, 2):
-            far = one(records, "recall", study="lookahead", block=block, lookahead=lookahead)
-            drop = one(records, "recall_drop", study="lookahead", block=block, lookahead=lookahead)
-            assert drop["value"] == pytest.approx(np.mean(own[lookahead:]) - np.mean(far["per_layer"][lookahead:]))
-            assert far["baseline"]["name"] == "static"
-            sparse = one(records, "perplexity", study="lookahead", block=block, lookahead=lookahead)
-            there = one(records, "perplexity", study="lookahead", block=block, lookahead=0)
-            rise = one(records, "loss_rise", study="lookahead", block=block, lookahead=lookahead)
-            assert rise["value"] == pytest.approx(np.log(sparse["value"] / there["value"]))
-            assert sparse["baseline"]["name"] == "dense" and sparse["ratio_interval"][0] <= sparse["ratio"]
-
-
-def test_reuse_is_compared_with_chance_and_with_frequent_neurons(study: tuple[Path, list[Record]]) -> None:
-    found = one(study[1], "reuse_tokens")
-    assert found["baseline"] == {"name": "chance", "value": pytest.approx(0.3)}
-    assert found["above_static"] == pytest.approx(found["value"] - found["static"])
 
 
 Arguments = Callable[[Path], list[object]]
@@ -139,17 +104,6 @@ def test_what_does_not_fit_the_model_is_told_before_its_weights_are_read(
         (["--window", 32, "--calibration-tokens", 100], "--calibration-tokens: 100"),
     ):
         assert said in one_error_line(main, Options, [*shared, *flags], capsys)
-
-
-def test_a_full_disk_names_the_file_of_the_study(
-    study: tuple[Path, list[Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("data.files.os.fsync", full)
-    with pytest.raises(OSError, match="drift.jsonl: no space left to write it"):
-        write_study(study[1][:3], tmp_path)
 
 
 @pytest.fixture(scope="module")

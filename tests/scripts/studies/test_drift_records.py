@@ -1,6 +1,5 @@
 """Drift measures as records: those of Hugging Face's own states, of a model and of a store."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +138,6 @@ def test_lookaheads_that_the_model_has_no_layers_for_are_left_out_and_named() ->
     assert said == ["--perplexity-lookaheads 3: the model has 3 layers; left out\n"]
     lookaheads = {record["labels"]["lookahead"] for record in records if record["metric"] == "perplexity"}
     assert lookaheads == {0, 2}
-
-
-def test_a_lookahead_beyond_the_model_measures_what_the_model_has() -> None:
-    model, windows = tiny_decoder(LLAMA, dtype=torch.float64), random_tokens(2, 20)
-    few, many = (
-        drift_records(model, windows, windows, labels=LABELS, settings=replace(DRIFT, max_lookahead=number))
-        for number in (3, 10**20)
-    )
-    assert [(record["labels"], record["value"]) for record in many] == [(r["labels"], r["value"]) for r in few]
-
-
-def test_too_little_text_to_fit_on_is_refused_wherever_it_comes_from() -> None:
-    model, windows = tiny_decoder(LLAMA), random_tokens(23, 16)
-    with pytest.raises(ValueError, match="--calibration-tokens: 368 tokens are too few .* at least 384 are needed"):
-        drift_records(model, windows, windows[:2], labels=LABELS, settings=DriftSettings(parts=("distance",)))
 
 
 def test_r_precision_is_recorded_of_neurons_against_the_same_ones_for_every_token() -> None:

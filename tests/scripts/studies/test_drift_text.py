@@ -34,18 +34,6 @@ def test_calibration_and_test_windows_share_no_token(tmp_path: Path) -> None:
     assert calibration.shape == (3, 4) and test.shape == (2, 4) and not torch.equal(calibration[:2], test)
 
 
-def test_a_text_of_both_sides_is_cut_in_proportion_to_what_is_asked_for(tmp_path: Path) -> None:
-    loaded = loaded_model(tmp_path)
-    one_file = write_corpus(tmp_path / "one.jsonl", [[number] * 4 for number in range(60)])
-    amounts: dict[str, Any] = {"window": 4, "calibration_tokens": 160, "test_tokens": 40}
-    calibration, test = read_texts(loaded, one_file, None, **amounts)
-    assert (len(calibration), len(test)) == (40, 10)
-    # Of too little text both get less, the smaller side still enough for an interval.
-    few = {"window": 4, "calibration_tokens": 800, "test_tokens": 8}
-    calibration, test = read_texts(loaded, one_file, None, **few)
-    assert (len(calibration), len(test)) == (58, 2)
-
-
 def test_other_spellings_of_a_path_are_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = loaded_model(tmp_path)
     one_file = write_corpus(tmp_path / "one.jsonl", [[number] * 4 for number in range(20)])

@@ -132,11 +132,3 @@ def test_of_equal_scores_the_lower_index_comes_first_and_rows_without_true_units
     # Long enough for a sort that is not stable to mix them: of the first 500 of 1000 equals every other one is true.
     alike = torch.arange(1000) % 2 == 1
     assert int(true_among_best(torch.zeros(1, 1000), alike[None]).sum()) == 250
-
-
-@pytest.mark.cuda
-def test_a_gpu_breaks_ties_alike() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(4, (64, 1000), generator=generator).float()
-    true = torch.rand(64, 1000, generator=generator) < torch.rand(64, 1, generator=generator)
-    assert torch.equal(true_among_best(scores.cuda(), true.cuda()).cpu(), true_among_best(scores, true))
