@@ -43,7 +43,7 @@ from scripts.lm_eval_tasks import (
     records_of_runs,
 )
 from scripts.model_loading import LoadedModel, RunOptions, model_name, resolve_model
-from scripts.run_records import RecordBook, hash_of, model_labels, run_labels, sources_of, tell_tables
+from scripts.run_records import RecordFile, hash_of, model_labels, print_tables, run_labels, sources_of
 from scripts.selection_options import SweepOptions, attach_each
 from sparse_predictor.selection import Selection, remove_sparsity
 
@@ -297,7 +297,7 @@ def answer(options: Answer) -> list[Record]:
     if any(call.generations for one in asked for call in one.calls):
         loaded.require_tokenizer("answers are text")
     attach_each(loaded.model, selections)
-    book = RecordBook(options.output, loaded.mesh, resume=options.resume)
+    output = RecordFile(options.output, loaded.mesh, resume=options.resume)
     answerer = Answerer(loaded, BatchSizes(loaded, fixed=options.batch_size), quiet=options.quiet)
     of_the_model = model_labels(loaded, options, options.label)
     found: list[Record] = []
@@ -307,14 +307,14 @@ def answer(options: Answer) -> list[Record]:
             thinned = run_labels(selection, loaded.model.config.num_hidden_layers)
             labels = {**of_the_model, **thinned, "task": one.run["task"]}
             same: dict[str, Any] = {"run": {**one.run, "asked": digests}, "sources": sources_of(loaded, selection)}
-            if there := book.find(ANSWERS, labels, **same):
+            if there := output.find(ANSWERS, labels, **same):
                 found += there[-1:]
                 continue
             answerer.attach(selection)
             answers = [answerer.answer(call.title, call.requests, call.eos_token_ids) for call in one.calls]
             seconds, done = max(loaded.mesh.gather(answerer.seconds)), answerer.achieved
             record = make_record(ANSWERS, labels, "seconds", seconds, "s", achieved=done, **same, answers=answers)
-            found += book.write([record])
+            found += output.write([record])
             if loaded.mesh.rank == 0:
                 logger.info(f"{one.run['task']}, {thinned['method']} {thinned['mlp_density']:g}: {seconds:.1f} s")
     remove_sparsity(loaded.model)
@@ -335,7 +335,7 @@ def fold(options: Fold) -> list[Record]:
     """Ask the tasks again, with answers that are known, and append what comes of it."""
     groups = _groups(options.answers)
     replay = Replay(_outline(options.model))
-    book = RecordBook(options.output, replay.loaded.mesh, resume=options.resume)
+    output = RecordFile(options.output, replay.loaded.mesh, resume=options.resume)
     from scripts.lm_eval_model import EngineLM
 
     found: list[Record] = []
@@ -351,8 +351,8 @@ def fold(options: Fold) -> list[Record]:
             for record in records
         ]
         model = EngineLM(replay, seed=records[0]["labels"]["seed"])
-        found += records_of_runs(model, benchmark, runs, book, run["limit"])
-    tell_tables(found, options.output, quiet=options.quiet)
+        found += records_of_runs(model, benchmark, runs, output, run["limit"])
+    print_tables(found, options.output, quiet=options.quiet)
     return found
 
 

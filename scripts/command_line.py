@@ -179,7 +179,7 @@ def progress(
     Redrawn rarely where nobody watches. An empty tuple makes a bar of `total` steps that the caller moves with
     `update`.
     """
-    return TellingBar(
+    return DurationBar(
         iterable,
         desc=description,
         total=total,
@@ -203,13 +203,13 @@ EARLIEST_S = 10.0
 UNITS = {"tok": "token", "it": "step"}
 
 
-class TellingBar(tqdm):
+class DurationBar(tqdm):
     """A tqdm bar of a known total. While it waits for a bar that was opened later (text that is written as it is read),
     that one tells: its own pace would be that of what was waiting."""
 
-    _open: ClassVar[list[TellingBar]] = []
+    _open: ClassVar[list[DurationBar]] = []
     _begun: tuple[float, float] | None = None
-    _told = False
+    _is_logged = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -225,11 +225,11 @@ class TellingBar(tqdm):
     def update(self, n: float | None = 1) -> bool | None:
         """As tqdm's."""
         moved = super().update(n)
-        if not (self.disable or self._told) and self.total and self._open[-1:] == [self]:
-            self._tell(self.total)
+        if not (self.disable or self._is_logged) and self.total and self._open[-1:] == [self]:
+            self._log_duration(self.total)
         return moved
 
-    def _tell(self, total: float) -> None:
+    def _log_duration(self, total: float) -> None:
         now = time.monotonic()
         if self._begun is None:
             if self.n > self.initial:
@@ -239,7 +239,7 @@ class TellingBar(tqdm):
         done, elapsed_s = self.n - start_n, now - start_s
         if done <= 0 or elapsed_s < EARLIEST_S:
             return
-        self._told = True
+        self._is_logged = True
         each_s = elapsed_s / done
         left_s = each_s * (total - self.n)
         if left_s > EARLIEST_S:

@@ -31,14 +31,14 @@ from scripts.command_line import progress, run_stage
 from scripts.lm_eval_tasks import TaskOptions, benchmark_records, expand_presets, load_benchmarks
 from scripts.model_loading import LoadedModel, RunOptions
 from scripts.run_records import (
-    RecordBook,
+    RecordFile,
     achieved_on_mesh,
     execution_of,
     hash_of,
     model_labels,
+    print_tables,
     run_labels,
     sources_of,
-    tell_tables,
 )
 from scripts.selection_options import SweepOptions, attach_each
 from scripts.written_text import self_writer
@@ -236,9 +236,9 @@ def perplexity_records(
     options: PerplexityOptions,
     selections: Sequence[Selection],
     labels: Mapping[str, Any],
-    book: RecordBook,
+    output: RecordFile,
 ) -> list[Record]:
-    """Dense first, then every selection; what the book holds already is not run again. `labels` are the model's."""
+    """Dense first, then every selection; what the file holds already is not run again. `labels` are the model's."""
     labels = {
         **labels,
         "task": f"perplexity:{parse_corpus(options.corpus, side='test').label}",
@@ -248,7 +248,7 @@ def perplexity_records(
     }
     dense_labels = {**labels, **run_labels(Selection(), loaded.model.config.num_hidden_layers)}
     sources = sources_of(loaded, Selection(), documents)
-    found = book.find("perplexity", dense_labels, sources=sources)[-1:]
+    found = output.find("perplexity", dense_labels, sources=sources)[-1:]
     if not found:
         attach_selection(loaded.model, Selection())
         score = score_documents(loaded, documents, options, "dense")
@@ -265,10 +265,10 @@ def perplexity_records(
             windows=score.to_record(),
             **compared(score, score),
         )
-        found = book.write([record])
+        found = output.write([record])
     dense = found[0]
     for selection in selections:
-        found = found + _sparse_records(loaded, documents, options, selection, labels, dense, book)
+        found = found + _sparse_records(loaded, documents, options, selection, labels, dense, output)
     return found
 
 
@@ -279,16 +279,16 @@ def _sparse_records(
     selection: Selection,
     labels: Mapping[str, Any],
     dense: Record,
-    book: RecordBook,
+    output: RecordFile,
 ) -> list[Record]:
     """One sparse run: its perplexity record and, if asked for, its decode speed."""
     model, num_layers = loaded.model, loaded.model.config.num_hidden_layers
     labels = {**labels, **run_labels(selection, num_layers)}
     decode_labels = {**labels, "batch_size": 1, "num_tokens": options.decode_tokens}
     sources = sources_of(loaded, selection, documents)
-    there = book.find("perplexity", labels, sources=sources)[-1:]
+    there = output.find("perplexity", labels, sources=sources)[-1:]
     if options.decode_tokens:
-        there += book.find("decode", decode_labels, sources=sources)[-1:]
+        there += output.find("decode", decode_labels, sources=sources)[-1:]
     if len(there) == 1 + bool(options.decode_tokens):
         return there
     title, stats = f"{selection.method} {labels['mlp_density']:g}", attach_selection(model, selection)
@@ -339,7 +339,7 @@ def _sparse_records(
             )
         )
     remove_sparsity(model)
-    return book.write(records)
+    return output.write(records)
 
 
 PERPLEXITY = "perplexity"
@@ -370,12 +370,12 @@ def main(options: Options) -> list[Record]:
     if options.sparse_phases == "decode" and selections and PERPLEXITY in tasks:
         logger.warning("--sparse-phases decode: perplexity never decodes, so it will be the dense one")
     documents = read_documents(loaded, options) if PERPLEXITY in tasks else []
-    book = RecordBook(options.output, loaded.mesh, resume=options.resume)
+    output = RecordFile(options.output, loaded.mesh, resume=options.resume)
     labels = model_labels(loaded, options, options.label)
-    records = perplexity_records(loaded, documents, options, selections, labels, book) if documents else []
-    records += benchmark_records(loaded, benchmarks, options, selections, labels, book, limit=options.limit)
+    records = perplexity_records(loaded, documents, options, selections, labels, output) if documents else []
+    records += benchmark_records(loaded, benchmarks, options, selections, labels, output, limit=options.limit)
     if loaded.mesh.rank == 0:
-        tell_tables(records, options.output, quiet=options.quiet)
+        print_tables(records, options.output, quiet=options.quiet)
     return records
 
 

@@ -76,7 +76,7 @@ class GenerationDefaults:
     penalties: dict[str, Any] = field(default_factory=dict)
     ignored: dict[str, Any] = field(default_factory=dict)
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Log what is followed and what is not."""
         if self.penalties:
             told = ", ".join(map(_told, self.penalties.items()))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from analysis.results import Record, make_record
 from scripts.answerer import Answerer, BatchSizes
 from scripts.model_loading import LoadedModel, ModelOptions
-from scripts.run_records import RecordBook, execution_of, run_labels, sources_of
+from scripts.run_records import RecordFile, execution_of, run_labels, sources_of
 from sparse_predictor.selection import Selection, remove_sparsity
 
 OUR_TASKS = Path(__file__).parent / "tasks"
@@ -240,11 +240,11 @@ def benchmark_records(
     options: ModelOptions,
     selections: Sequence[Selection],
     labels: Mapping[str, Any],
-    book: RecordBook,
+    output: RecordFile,
     *,
     limit: int | None,
 ) -> list[Record]:
-    """Every task dense, then with every selection; what the book holds already is not run again. `labels` are the
+    """Every task dense, then with every selection; what the file holds already is not run again. `labels` are the
     model's."""
     if not benchmarks:
         return []
@@ -260,19 +260,19 @@ def benchmark_records(
         for selection in (Selection(), *selections)
     ]
     model = EngineLM(answerer, seed=options.seed)
-    found = [record for one in benchmarks for record in records_of_runs(model, one, runs, book, limit)]
+    found = [record for one in benchmarks for record in records_of_runs(model, one, runs, output, limit)]
     remove_sparsity(loaded.model)
     return found
 
 
 def records_of_runs(
-    model: EngineLM, benchmark: Benchmark, runs: Sequence[TaskRun], book: RecordBook, limit: int | None
+    model: EngineLM, benchmark: Benchmark, runs: Sequence[TaskRun], output: RecordFile, limit: int | None
 ) -> list[Record]:
     """One benchmark in several runs, of which the first is dense and the baseline of the others."""
     dense: list[Record] = []
     found: list[Record] = []
     for run in runs:
-        records = _run(model, benchmark, run, dense, book, limit)
+        records = _run(model, benchmark, run, dense, output, limit)
         dense = dense or records
         found += records
     return found
@@ -283,14 +283,14 @@ def _run(
     benchmark: Benchmark,
     run: TaskRun,
     dense: Sequence[Record],
-    book: RecordBook,
+    output: RecordFile,
     limit: int | None,
 ) -> list[Record]:
-    """The records of one task (group, tag) and run, from the book or from lm-eval; `dense` [] in the dense run."""
+    """The records of one task (group, tag) and run, from the file or from lm-eval; `dense` [] in the dense run."""
     asked = {"task": benchmark.name, "num_fewshot": benchmark.num_fewshot, "limit": limit}
     there = [
         record
-        for record in book.find("accuracy", run.labels, unknown=OF_THE_TASK, sources=run.sources)
+        for record in output.find("accuracy", run.labels, unknown=OF_THE_TASK, sources=run.sources)
         if asked.items() <= (record.get("run") or {}).items()
     ]
     if there and len({_metric(record) for record in there}) == there[0]["run"].get("num_records"):
@@ -339,7 +339,7 @@ def _run(
                 **kept,
             )
         )
-    return book.write(records)
+    return output.write(records)
 
 
 def evaluate_benchmark(

@@ -264,7 +264,7 @@ class LoadedModel:
     def generation_defaults(self) -> GenerationDefaults:
         """What a stage that writes text follows of generation_config.json; the first rank logs it on first use."""
         if self.mesh.rank == 0:
-            self._generation_defaults.tell()
+            self._generation_defaults.log()
         return self._generation_defaults
 
 

@@ -129,7 +129,7 @@ def execution_of(done: Mapping[str, Any]) -> str:
     return next((path for path in ("mask", "gather") if done["executions"][path]), "dense")
 
 
-class RecordBook:
+class RecordFile:
     """The file that a sweep appends to, and what it holds already (known to all ranks), which with `resume` is not run
     again.
 
@@ -183,7 +183,7 @@ def _identity(record: Record) -> tuple[Any, ...]:
     return tuple(record.get(part) for part in parts)
 
 
-def tell_tables(records: Sequence[Record], path: Path, *, quiet: bool) -> None:
+def print_tables(records: Sequence[Record], path: Path, *, quiet: bool) -> None:
     """What a run ends with: its tables on stdout, and where its records are. For the first rank."""
     for table in () if quiet else quality_tables(records):
         print(table.to_text(), end="\n\n")

@@ -24,7 +24,7 @@ from modules.training import TrainingOptions, initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
 from scripts.model_loading import Dtype, resolve_device
-from scripts.run_records import RecordBook
+from scripts.run_records import RecordFile
 from scripts.studies.drift_records import DriftSettings, drift_records
 from scripts.studies.drift_sources import check_calibration
 from scripts.studies.trained_models import (
@@ -97,13 +97,13 @@ def main(options: Options) -> list[Record]:
     """Train and study what is not there yet; returns the records of all that was asked for."""
     check_options(options)
     text = prepare_text(options.output_dir / "text", text_plan(options), quiet=options.quiet)
-    book = RecordBook(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
+    output = RecordFile(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
     return [
         record
         # Seed by seed: an interrupted run leaves whole blocks of the experiment.
         for seed in options.seeds
         for variant in options.variants
-        for record in run_model(options, text, book, variant, seed)
+        for record in run_model(options, text, output, variant, seed)
     ]
 
 
@@ -182,7 +182,7 @@ def variant_config(options: Options, levels: Mapping[str, str], vocab_size: int)
     )
 
 
-def run_model(options: Options, text: TrainingText, book: RecordBook, variant: str, seed: int) -> list[Record]:
+def run_model(options: Options, text: TrainingText, output: RecordFile, variant: str, seed: int) -> list[Record]:
     """Train one model, unless it is there, and append its records, unless they are."""
     device = resolve_device(options.device)
     config = variant_config(options, VARIANTS[variant], vocabulary_size(text))
@@ -198,7 +198,7 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
     }
     settings = DriftSettings(**{entry.name: getattr(options, entry.name) for entry in fields(DriftSettings)})
     made = {"training": identity, "study": asdict(settings)}
-    if (finished := finished_records(book, NAME, labels, made)) is not None:
+    if (finished := finished_records(output, NAME, labels, made)) is not None:
         logger.info(f"{variant}, seed {seed}: its records are in {options.output}")
         return finished
     train_once(
@@ -222,7 +222,7 @@ def run_model(options: Options, text: TrainingText, book: RecordBook, variant: s
         quiet=options.quiet,
     )
     loss, perplexities = score(NAME, labels, model, text, options.test_corpus, num_parameters=num_parameters(config))
-    return keep_records(book, [*records, *perplexities, loss], made)
+    return keep_records(output, [*records, *perplexities, loss], made)
 
 
 def vocabulary_size(text: TrainingText) -> int:

@@ -94,7 +94,7 @@ def drift_records(
     settings = settings or DriftSettings()
     settings.check()
     mesh = mesh or ParallelMesh.single(model.device)
-    book = DriftBook(name, labels, environment_stamp(str(model.device)))
+    study = StudyRecords(name, labels, environment_stamp(str(model.device)))
     parts = set(settings.parts)
     if "distance" in parts and mesh.world_size == 1:
         check_calibration(calibration.numel(), calibration.shape[1], model.config.hidden_size)
@@ -110,10 +110,10 @@ def drift_records(
             states, settings.max_lookahead, labels=labels, name=name, seed=seed, add_up=mesh.sum, quiet=quiet
         )
     if "distance" in parts:
-        records += book.of_distances(_distance_points(model, calibration, test, settings, seed=seed, quiet=quiet))
+        records += study.of_distances(_distance_points(model, calibration, test, settings, seed=seed, quiet=quiet))
     if "activation" in parts:
         windows = test[: settings.activation_windows]
-        records += book.of_activations(
+        records += study.of_activations(
             _activation_points(model, windows, settings, seed=seed, quiet=quiet), num_tokens=windows.numel()
         )
     return records
@@ -149,7 +149,7 @@ def drift_measure_records(
     for each in sums:
         each.finish(add_up)
     measures = [measure for each in sums for measure in each.measures(seed)]
-    return DriftBook(name, labels, environment_stamp(str(states.device))).of_measures(
+    return StudyRecords(name, labels, environment_stamp(str(states.device))).of_measures(
         measures, num_tokens=states.num_rows
     )
 
@@ -208,7 +208,7 @@ def _mover(bar: Any) -> Callable[[int, int], None]:
 
 
 @dataclass(frozen=True)
-class DriftBook:
+class StudyRecords:
     """Makes records with the labels and the environment that all of them share."""
 
     name: str

@@ -28,7 +28,7 @@ from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark import decode
 from scripts.command_line import run_stage
 from scripts.model_loading import Dtype, model_name, resolve_device, resolve_model
-from scripts.run_records import RecordBook, selection_labels
+from scripts.run_records import RecordFile, selection_labels
 from scripts.studies.drift_records import DriftSettings, drift_records
 from scripts.studies.drift_sources import check_calibration
 from scripts.studies.trained_models import (
@@ -131,15 +131,15 @@ def main(options: Options) -> list[Record]:
     plan.check()
     check_calibration(options.calibration_tokens, options.window, config.hidden_size)
     text = prepare_text(options.output_dir / "text", plan, quiet=options.quiet)
-    book = RecordBook(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
+    output = RecordFile(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
     records = [
-        record for variant in VARIANTS for record in run_variant(options, directory, text, training, book, variant)
+        record for variant in VARIANTS for record in run_variant(options, directory, text, training, output, variant)
     ]
     # Last, since it may refuse to time what does not decode as it should.
     for variant in (name for name, (_, is_trained_on) in VARIANTS.items() if is_trained_on):
         identity = identity_of(directory, text, training, variant)
         for density in options.speed_densities:
-            records += run_sparse(options, text, book, variant, density, identity)
+            records += run_sparse(options, text, output, variant, density, identity)
     return records
 
 
@@ -163,7 +163,7 @@ def identity_of(directory: Path, text: TrainingText, training: TrainingOptions, 
 
 
 def run_variant(
-    options: Options, directory: Path, text: TrainingText, training: TrainingOptions, book: RecordBook, variant: str
+    options: Options, directory: Path, text: TrainingText, training: TrainingOptions, output: RecordFile, variant: str
 ) -> list[Record]:
     """Train one of the two, if it is to be, unless it is there; append its records, unless they are."""
     device = resolve_device(options.device)
@@ -172,7 +172,7 @@ def run_variant(
     identity = identity_of(directory, text, training, variant)
     labels = labels_of(options, variant)
     made = {"training": identity}
-    if (finished := finished_records(book, RELUFICATION, labels, made)) is not None:
+    if (finished := finished_records(output, RELUFICATION, labels, made)) is not None:
         logger.info(f"{variant}: its records are in {options.output}")
         return finished
     if is_trained_on:
@@ -193,7 +193,7 @@ def run_variant(
     records += drift_records(
         model, text.calibration, text.held_out, labels=labels, name=RELUFICATION, settings=SETTINGS, quiet=options.quiet
     )
-    return keep_records(book, [*records, loss], made)
+    return keep_records(output, [*records, loss], made)
 
 
 def with_activation(directory: Path, activation: str, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -210,7 +210,7 @@ def with_activation(directory: Path, activation: str, dtype: torch.dtype, device
 
 
 def run_sparse(
-    options: Options, text: TrainingText, book: RecordBook, variant: str, density: float, identity: dict[str, Any]
+    options: Options, text: TrainingText, output: RecordFile, variant: str, density: float, identity: dict[str, Any]
 ) -> list[Record]:
     """Decoding at batch 1 and held-out perplexity with trained predictors of the neurons, against the dense model."""
     folder = options.output_dir / VARIANTS[variant][0]
@@ -225,7 +225,7 @@ def run_sparse(
     labels = {**labels_of(options, variant), **selection_labels(selection, num_layers), "batch_size": 1}
     amounts = {name: getattr(options, name) for name in ("predictor_tokens", "prompt_tokens", "decode_tokens")}
     made = {"training": identity, "amounts": amounts}
-    if (finished := finished_records(book, RELUFICATION, labels, made, last="tokens_per_s")) is not None:
+    if (finished := finished_records(output, RELUFICATION, labels, made, last="tokens_per_s")) is not None:
         return finished
     train_predictors(options, text, folder, predictors, labels["dtype"])
     model = load_model(
@@ -262,7 +262,7 @@ def run_sparse(
         baseline={**timed["baseline"], "name": "dense"},
         **extras,
     )
-    return keep_records(book, [quality, speed], made)
+    return keep_records(output, [quality, speed], made)
 
 
 def train_predictors(options: Options, text: TrainingText, folder: Path, predictors: Path, dtype: str) -> None:

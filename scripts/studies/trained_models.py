@@ -37,7 +37,7 @@ from modules.training import TrainingOptions, train_model
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
 from scripts.model_loading import Dtype, resolve_dtype
-from scripts.run_records import RecordBook, hash_of
+from scripts.run_records import RecordFile, hash_of
 
 HELD_OUT_EVERY = 32
 # The tokenizer is trained on so much of the text, which is enough for its statistics.
@@ -351,7 +351,12 @@ def training_identity(options: TrainingOptions, text: TrainingText, **more: Any)
 
 
 def finished_records(
-    book: RecordBook, name: str, labels: Mapping[str, Any], made: Mapping[str, Mapping[str, Any]], *, last: str = "loss"
+    output: RecordFile,
+    name: str,
+    labels: Mapping[str, Any],
+    made: Mapping[str, Mapping[str, Any]],
+    *,
+    last: str = "loss",
 ) -> list[Record] | None:
     """The records under these labels and further ones (of sparse runs only if the labels say so), if all are there: the
     metric that is written last tells. `made`: their parts that say how they came about, such as `training`.
@@ -361,7 +366,7 @@ def finished_records(
     """
     there = [
         one
-        for one in book.known
+        for one in output.known
         if one["name"] == name
         and labels.items() <= one["labels"].items()
         and one["labels"].get("method") == labels.get("method")
@@ -371,15 +376,15 @@ def finished_records(
         found = [phrase for part in wanted for phrase in differences(one.get(part) or {}, wanted[part], "there")]
         if found:
             raise ValueError(
-                f"{book.path} holds records of {labels['model']} that were made otherwise: {'; '.join(found)}; choose "
-                "another --output"
+                f"{output.path} holds records of {labels['model']} that were made otherwise: {'; '.join(found)}; "
+                "choose another --output"
             )
     return there if any(one["metric"] == last for one in there) else None
 
 
-def keep_records(book: RecordBook, records: Sequence[Record], made: Mapping[str, Mapping[str, Any]]) -> list[Record]:
+def keep_records(output: RecordFile, records: Sequence[Record], made: Mapping[str, Mapping[str, Any]]) -> list[Record]:
     """Append records, as many as are not there yet, each with `made`, which says how it came about."""
-    return book.write([{**record, **_as_read(made)} for record in records])
+    return output.write([{**record, **_as_read(made)} for record in records])
 
 
 def _as_read(made: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from analysis.results import Record, make_record, read_records
 from pipeline_parallel.mesh import ParallelMesh
-from scripts.run_records import RecordBook
+from scripts.run_records import RecordFile
 
 
 def record(value: float, learning_rate: float) -> Record:
@@ -13,10 +13,10 @@ def record(value: float, learning_rate: float) -> Record:
 
 
 def test_records_of_one_training_are_not_kept_for_those_of_another(tmp_path: Path) -> None:
-    def book() -> RecordBook:
-        return RecordBook(tmp_path / "records.jsonl", ParallelMesh.single("cpu"), resume=True)
+    def record_file() -> RecordFile:
+        return RecordFile(tmp_path / "records.jsonl", ParallelMesh.single("cpu"), resume=True)
 
-    (first,) = book().write([record(1.0, 0.1)])
-    assert book().write([record(5.0, 0.1)]) == [first], "the same run, resumed"
-    (second,) = book().write([record(2.0, 0.2)])
+    (first,) = record_file().write([record(1.0, 0.1)])
+    assert record_file().write([record(5.0, 0.1)]) == [first], "the same run, resumed"
+    (second,) = record_file().write([record(2.0, 0.2)])
     assert second["value"] == 2.0 and read_records(tmp_path / "records.jsonl") == [first, second]

@@ -13,7 +13,7 @@ from analysis.results import Record
 from modules.checkpoint.load import load_model
 from scripts.studies.distance_study import distance_study
 from scripts.studies.drift import Options, main
-from scripts.studies.drift_records import DriftBook, DriftSettings, drift_records
+from scripts.studies.drift_records import DriftSettings, StudyRecords, drift_records
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents
@@ -142,7 +142,7 @@ def test_lookaheads_that_the_model_has_no_layers_for_are_left_out_and_named() ->
 
 def test_r_precision_is_recorded_of_neurons_against_the_same_ones_for_every_token() -> None:
     points = distance_study(tiny_decoder(KINDS["opt"]), random_tokens(24, 16), random_tokens(3, 16, seed=1))
-    records = DriftBook("drift", LABELS, {}).of_distances(points)
+    records = StudyRecords("drift", LABELS, {}).of_distances(points)
     found = [record for record in records if record["metric"] == "r_precision"]
     neurons = [point for point in points if point.block == "mlp"]
     assert {point.block for point in points} == {"mlp", "attention"} and len(found) == len(neurons) > 0
