@@ -18,7 +18,16 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
-from data.files import NUM_TOKEN_IDS, convert_json, differences, disk_errors, is_stream, parse_json, write_json
+from data.files import (
+    NUM_TOKEN_IDS,
+    convert_json,
+    differences,
+    disk_errors,
+    is_stream,
+    parse_json,
+    whole_lines,
+    write_json,
+)
 
 MANIFEST_SUFFIX = ".manifest.json"  # appended to the whole name: the answers may have any suffix
 FORMAT, FORMAT_VERSION = "dejavu-lab answers", 2
@@ -254,19 +263,16 @@ class CompletionWriter:
 
     def _read_answers(self) -> None:
         position = 0
-        with open(self.path, "rb") as file:
-            for line_number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    return  # half-written when the run was killed: its prompt is done again
-                where = f"{self.path} line {line_number}"
-                record = _parse_answer(line, where)
-                key = str(record.id)
-                if key not in self._prompts or self._prompts[key][1] != record.prompt or key in self._spans:
-                    problem = "is answered twice" if key in self._spans else "belongs to no prompt of this run"
-                    raise ValueError(f"{where}: cannot resume, `id` {record.id!r} {problem}; {AFRESH}")
-                self._spans[key] = (position, position + len(line))
-                position += len(line)
-                self._count(record)
+        for line_number, line in enumerate(whole_lines(self.path), start=1):
+            where = f"{self.path} line {line_number}"
+            record = _parse_answer(line, where)
+            key = str(record.id)
+            if key not in self._prompts or self._prompts[key][1] != record.prompt or key in self._spans:
+                problem = "is answered twice" if key in self._spans else "belongs to no prompt of this run"
+                raise ValueError(f"{where}: cannot resume, `id` {record.id!r} {problem}; {AFRESH}")
+            self._spans[key] = (position, position + len(line))
+            position += len(line)
+            self._count(record)
 
     def __enter__(self) -> Self:
         return self

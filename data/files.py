@@ -299,6 +299,17 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ValueError(f"{path}: damaged gzip data after line {line_number} ({error})") from error
 
 
+def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The lines of a file that grows by lines, from byte `start` on, with their ends. A last one without its end, which
+    a kill left or another process is writing, is left out; FileNotFoundError if there is no file."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
 def check_token_ids(value: Any, where: str, key: str) -> list[int]:
     """Return `value` if it is a non-empty list of integers in [0, 2**31), else raise ValueError naming `key`."""
     if not isinstance(value, list) or not value:

@@ -8,6 +8,7 @@ says how it was written.
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 from loguru import logger
 
 from data.completions import MANIFEST_SUFFIX
-from data.files import differences, parse_json, read_json, write_json
+from data.files import differences, parse_json, read_json, whole_lines, write_json
 from modules.checkpoint.sources import checkpoint_fingerprint
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions, resolve_model
@@ -105,22 +106,18 @@ def keep_settings(options: Options, *, has_text: bool) -> None:
 
 def mended(path: Path) -> tuple[int, int]:
     """(documents, tokens) that a file holds; a last line that an interrupted run left unfinished is cut off."""
+    num_documents = num_tokens = num_bytes = 0
     if not path.exists():
         return 0, 0
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("rb+") as file:
-            file.truncate(whole)
-    lines = content[:whole].splitlines()
-    num_tokens = 0
-    for i, line in enumerate(lines, start=1):
-        where = f"{path} line {i}"
+    for line in whole_lines(path):
+        num_documents += 1
+        num_bytes += len(line)
         try:
-            num_tokens += parse_json(line, WrittenDocument, where).num_tokens
+            num_tokens += parse_json(line, WrittenDocument, f"{path} line {num_documents}").num_tokens
         except ValueError as error:
             raise ValueError(f"{error}: not of this command, or damaged; choose another --output") from error
-    return len(lines), num_tokens
+    os.truncate(path, num_bytes)
+    return num_documents, num_tokens
 
 
 if __name__ == "__main__":

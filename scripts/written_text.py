@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import msgspec
 from loguru import logger
 
-from data.files import only_writer, parse_json
+from data.files import only_writer, parse_json, whole_lines
 from modules.checkpoint.sources import checkpoint_fingerprint
 from modules.generation import generate
 from modules.graphs import can_capture
@@ -325,9 +325,7 @@ class TextFile:
 
     def _read_on(self) -> list[list[int]]:
         try:
-            with open(self.path, "rb") as file:
-                file.seek(self._position)
-                lines = file.read().splitlines(keepends=True)
+            lines = list(whole_lines(self.path, self._position))
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -335,8 +333,6 @@ class TextFile:
             return []
         found: list[list[int]] = []
         for line in lines:
-            if not line.endswith(b"\n"):
-                break  # being written, or left by a kill
             where = f"{self.path} line {self._num_documents + 1}"
             try:
                 kept = parse_json(line, KeptDocument, where)
