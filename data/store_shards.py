@@ -10,7 +10,6 @@ valid: of each replica the pieces that its slowest rank has, of the store the pi
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -96,25 +95,14 @@ class JoinedArray:
 
     def __getitem__(self, key: Any) -> np.ndarray:
         row_key, column_keys = (key[0], key[1:]) if isinstance(key, tuple) else (key, ())
-        if row_key is Ellipsis:
-            return self[:][key]
-        if isinstance(row_key, slice):
-            chosen = range(len(self))[row_key]
-            return self._read(np.arange(chosen.start, chosen.stop, chosen.step))[(slice(None), *column_keys)]
-        rows = np.asarray(row_key)
-        if rows.dtype == np.bool_:
-            if rows.shape != self.shape[:1]:
-                raise IndexError(f"a mask of shape {rows.shape} does not fit {len(self)} rows")
-            rows = np.flatnonzero(rows)
-        elif rows.size == 0:
-            rows = rows.astype(np.int64)  # an empty list has floats
-        if rows.ndim == 0:
-            rows = np.asarray(operator.index(row_key))
-        if rows.dtype.kind not in "iu":
-            raise IndexError(f"rows must be integers, slices or masks, got {rows.dtype}")
-        if np.any((rows < -len(self)) | (rows >= len(self))):
-            raise IndexError(f"rows {rows.min()} to {rows.max()} are not all within the {len(self)} rows")
-        found = self._read(np.where(rows < 0, rows + len(self), rows).reshape(-1).astype(np.int64))
+        if row_key is None:
+            raise IndexError("an array of several shards has no new axis")
+        if isinstance(row_key, list) and not row_key:
+            row_key = np.zeros(0, np.int64)  # an empty list has floats
+        rows = np.arange(len(self))[row_key]  # so that NumPy says what a key means, and which there is not
+        found = self._read(rows.reshape(-1))
+        if isinstance(row_key, slice) or row_key is Ellipsis:
+            return found[(slice(None), *column_keys)]
         return found[(np.arange(rows.size).reshape(rows.shape), *column_keys)]
 
     def __iter__(self) -> Iterator[np.ndarray]:
