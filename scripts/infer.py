@@ -92,7 +92,7 @@ def main(options: Options) -> GenerationTimings:
 
         def finish(request_idx: int, result: GenerationResult) -> None:
             assert writer is not None
-            request_id = pending[request_idx].request_id
+            request_id: Any = pending[request_idx].request_id
             writer.write(
                 CompletionRecord(
                     id=request_id,
