@@ -12,9 +12,24 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from analysis.comparison import Comparison, compare, same_setting, setting_order, shared_settings
-from analysis.formatting import EMPTY_CELL, Table, format_number, format_range, format_ratio, format_share
-from analysis.results import Record
+from analysis.formatting import (
+    EMPTY_CELL,
+    Column,
+    Table,
+    format_number,
+    format_quotient,
+    format_range,
+    format_ratio,
+    format_share,
+    make_table,
+)
+from analysis.results import Record, grouped
 
+ACCURACY = "accuracy"
+NEAR_CHANCE_MARK = "†"
+DENSE_MARK = "‡"
+# Where a column says nothing but this, it is left out.
+NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %", "all"}
 # Of the metrics a task reports, the first of these is its accuracy; the others have columns of their own.
 ACCURACY_METRICS = ("acc_norm", "acc", "exact_match")
 OTHER_METRICS = ("agreement", "perplexity", "word_perplexity")
@@ -85,10 +100,7 @@ class AccuracyComparison:
 def compare_accuracy(records: Sequence[Record]) -> list[AccuracyComparison]:
     """One comparison per model; rows dense first, then by falling density and by method."""
     found = compare(records)
-    models: dict[str, list[Comparison]] = {}
-    for cell in found:
-        if cell.name == "accuracy":
-            models.setdefault(cell.model, []).append(cell)
+    models = grouped((cell for cell in found if cell.name == "accuracy"), lambda cell: cell.model)
     perplexities = [cell for cell in found if cell.name == "perplexity"]
     return [_compare_model(model, cells, perplexities) for model, cells in models.items()]
 
@@ -227,30 +239,20 @@ def _baseline(cell: Comparison, dense: Sequence[Comparison]) -> Comparison:
     return next((each for each in dense if each.value == cell.dense_value), dense[0])
 
 
-ACCURACY = "accuracy"
-NEAR_CHANCE_MARK = "†"
-DENSE_MARK = "‡"
-# Where a column says nothing but this, it is left out.
-NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %", "all"}
-
-
-Columns = list[tuple[str, Callable[[AccuracyRow], str]]]
-
-
 def accuracy_tables(records: Sequence[Record]) -> list[Table]:
     """One table per model, and one of the members of each group of tasks."""
     tables = []
     for found in compare_accuracy(records):
         tables.append(_table(found))
         for group, members in found.groups.items():
-            columns: Columns = [(_heading(column, found), _task_cell(column)) for column in members]
+            columns: list[Column[AccuracyRow]] = [(_heading(column, found), _task_cell(column)) for column in members]
             title = f"{found.model}: the tasks of {group.task}, in % ± standard error"
-            tables.append(_as_table(title, found.rows, [*_setting_columns(found), *columns]))
+            tables.append(make_table(title, found.rows, [*_setting_columns(found), *columns]))
     return tables
 
 
 def _table(found: AccuracyComparison) -> Table:
-    columns: Columns = [
+    columns: list[Column[AccuracyRow]] = [
         *_setting_columns(found),
         *((_heading(column, found), _task_cell(column)) for column in found.columns),
         ("mean", lambda row: _points(row.mean)),
@@ -258,34 +260,25 @@ def _table(found: AccuracyComparison) -> Table:
     ]
     corpora = dict.fromkeys(task for row in found.rows for task in row.perplexities)
     thin = any(row.setting.head_density < 1 for row in found.rows)  # attention reads less, too
-    sometimes: Columns = [
+    sometimes: list[Column[AccuracyRow]] = [
         *((f"{corpus.removeprefix('perplexity:')}, perplexity to dense", _ratio(corpus)) for corpus in corpora),
         ("achieved MLP density", _achieved(lambda cell: cell.achieved_mlp_density)),
         ("achieved head density", _achieved(lambda cell: cell.achieved_head_density)),
         ("MLP bytes read", _achieved(lambda cell: cell.bytes_read_share)),
         *((("layer bytes read", _achieved(lambda cell: cell.layer_bytes_read_share)),) if thin else ()),
         ("tokens/s", lambda row: format_number(row.setting.tokens_per_s)),
-        ("speed to dense", _speedup),
+        ("speed to dense", lambda row: format_quotient(row.setting.tokens_per_s, row.setting.dense_tokens_per_s)),
         ("phase", lambda row: row.setting.phase or EMPTY_CELL),
     ]
     columns += [each for each in sometimes if not {each[1](row) for row in found.rows} <= NOTHING_TO_SHOW]
-    return _as_table(f"{found.model}: accuracy in % ± standard error", found.rows, columns, _caption(found))
+    return make_table(f"{found.model}: accuracy in % ± standard error", found.rows, columns, [_caption(found)])
 
 
-def _setting_columns(found: AccuracyComparison) -> Columns:
-    density: Columns = [("MLP density", lambda row: format_number(row.setting.mlp_density))]
+def _setting_columns(found: AccuracyComparison) -> list[Column[AccuracyRow]]:
+    density: list[Column[AccuracyRow]] = [("MLP density", lambda row: format_number(row.setting.mlp_density))]
     if any(row.setting.head_density != 1 for row in found.rows):
         density.append(("head density", lambda row: format_number(row.setting.head_density)))
     return [*density, ("method", lambda row: row.setting.variant)]
-
-
-def _as_table(title: str, rows: Sequence[AccuracyRow], columns: Columns, caption: str = "") -> Table:
-    return Table(
-        title=title,
-        columns=tuple(heading for heading, _ in columns),
-        rows=tuple(tuple(cell(row) for _, cell in columns) for row in rows),
-        caption=caption,
-    )
 
 
 def _heading(column: TaskColumn, found: AccuracyComparison) -> str:
@@ -338,11 +331,6 @@ def _ratio(corpus: str) -> Callable[[AccuracyRow], str]:
 
 def _achieved(quantity: Callable[[Comparison], float | None]) -> Callable[[AccuracyRow], str]:
     return lambda row: format_share(row.achieved(quantity))
-
-
-def _speedup(row: AccuracyRow) -> str:
-    speed, dense = row.setting.tokens_per_s, row.setting.dense_tokens_per_s
-    return EMPTY_CELL if speed is None or not dense else format_ratio(speed / dense)
 
 
 def _caption(found: AccuracyComparison) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Literal
 
+from analysis.formatting import format_span
 from analysis.method_styles import method_rank
-from analysis.results import Record
+from analysis.results import Record, grouped
 from data.files import read_json
 
 QUALITY_NAMES = ("perplexity", "accuracy")
@@ -75,43 +76,44 @@ def latest_records(records: Iterable[Record]) -> list[Record]:
     What is measured in seconds differs from call to call, and is another thing on another device: all calls are merged
     (see `merge_calls`). Perplexity and accuracy do not: the newest counts (the last, without dates).
     """
-    found: dict[str, list[Record]] = {}
-    records = list(records)
-    for record in records:
+
+    def thing(record: Record) -> str:
         baseline = (record.get("baseline") or {}).get("name")
         device = None if record["name"] in QUALITY_NAMES else device_of(record)
-        labels = {name: setting for name, setting in record["labels"].items() if setting is not None}
-        parts = [record["name"], record["metric"], baseline, device, labels, *made_from(record)]
-        calls = found.setdefault(json.dumps(parts, sort_keys=True), [])
-        if record not in calls:
-            calls.append(record)
-    newest = {key: max(reversed(calls), key=_date) for key, calls in found.items()}
-    # In the order of the newest, as they were read.
+        return identity(record, record["name"], record["metric"], baseline, device)
+
+    records = list(records)
     order = {id(record): place for place, record in enumerate(records)}
-    keys = sorted(newest, key=lambda key: order[id(newest[key])])
-    return [merge_calls(found[key]) if newest[key]["unit"] in TIMED_UNITS else newest[key] for key in keys]
+    found = [(newest_of(calls), calls) for calls in grouped(records, thing).values()]
+    found.sort(key=lambda item: order[id(item[0])])  # as they were read
+    return [merge_calls(calls) if newest["unit"] in TIMED_UNITS else newest for newest, calls in found]
+
+
+def identity(record: Record, *more: object) -> str:
+    """What a record was measured of, as text: its labels, its predictors and its budget."""
+    labels = {name: setting for name, setting in record["labels"].items() if setting is not None}
+    return json.dumps([labels, made_from(record), more], sort_keys=True)
+
+
+def newest_of(records: Sequence[Record]) -> Record:
+    """The last of the newest."""
+    return max(reversed(records), key=_date)
 
 
 def contradictions(records: Iterable[Record]) -> list[str]:
     """Qualities that were measured several times and did not come out alike, a sentence each: they should."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        if record["name"] in QUALITY_NAMES:
-            sources = record.get("sources") or {}
-            labels = {name: setting for name, setting in record["labels"].items() if setting is not None}
-            parts = [record["name"], record["metric"], labels, sources]
-            found.setdefault(json.dumps(parts, sort_keys=True), []).append(record)
+    quality = [record for record in records if record["name"] in QUALITY_NAMES]
     told = []
-    for same in found.values():
+    for same in grouped(
+        quality, lambda record: identity(record, record["name"], record["metric"], record.get("sources") or {})
+    ).values():
         values = [record["value"] for record in same]
         if max(values) - min(values) > SAME_VALUE * abs(max(values)):
             labels = same[0]["labels"]
-            what = [
-                str(labels[name]) for name in ("model", "task", "method", "mlp_density", "label") if labels.get(name)
-            ]
+            shown = (labels.get(name) for name in ("model", "task", "method", "mlp_density", "label"))
             told.append(
-                f"{', '.join(what)}: {len(same)} records of one {same[0]['metric']} lie between {min(values):.5g} and "
-                f"{max(values):.5g}; tables show the newest"
+                f"{', '.join(str(each) for each in shown if each)}: {len(same)} records of one {same[0]['metric']} lie "
+                f"between {min(values):.5g} and {max(values):.5g}; tables show the newest"
             )
     return told
 
@@ -123,12 +125,14 @@ def made_from(record: Record) -> tuple[str | None, str | None]:
 
 
 def merge_calls(calls: Sequence[Record]) -> Record:
-    """One record of several calls of one benchmark: the medians of its numbers, and their ranges.
+    """One record of several calls of one benchmark on the newest of their commits: the medians of its numbers, and
+    their ranges.
 
     `calls` is how many; `range` holds the lowest and highest repetition of all (None where only medians were kept and
     there is one), `ratio_range` the lowest and highest ratio of a call.
     """
-    newest = max(reversed(calls), key=_date)
+    newest = newest_of(calls)
+    calls = [call for i, call in enumerate(calls) if _code_of(call) == _code_of(newest) and call not in calls[:i]]
     samples = [one for call in calls for one in (call.get("timing") or {}).get("samples") or [call["value"]]]
     ratios = [call["ratio"] for call in calls if call.get("ratio") is not None]
     merged = {
@@ -147,13 +151,17 @@ def merge_calls(calls: Sequence[Record]) -> Record:
     return merged
 
 
+def _code_of(record: Record) -> tuple[object, object]:
+    """The commit, and whether it had local changes: another one may be faster or slower."""
+    return record["environment"].get("commit"), record["environment"].get("dirty")
+
+
 def calls_text(merged: Sequence[Record]) -> str:
     """For a caption: of how many calls the numbers are medians, and what stands in brackets."""
-    counts = sorted({record.get("calls", 1) for record in merged})
+    counts = {record.get("calls", 1) for record in merged}
     if not any(record.get("range") for record in merged):
         return ""
-    span = " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-    return f"medians of {span} call{'' if counts == [1] else 's'} [lowest, highest]"
+    return f"medians of {format_span([*counts])} call{'' if counts == {1} else 's'} [lowest, highest]"
 
 
 def device_of(record: Record) -> str:
@@ -181,10 +189,7 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
 
 def group_by_task(rows: Iterable[Comparison]) -> dict[tuple[str, str, str], list[Comparison]]:
     """Rows by (model, task, metric), in order."""
-    groups: dict[tuple[str, str, str], list[Comparison]] = {}
-    for row in rows:
-        groups.setdefault((row.model, row.task, row.metric), []).append(row)
-    return groups
+    return grouped(rows, lambda row: (row.model, row.task, row.metric))
 
 
 def setting_order(row: Comparison) -> tuple[Any, ...]:
@@ -205,15 +210,12 @@ def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     density and on every task, unless a label says it; which predictors, and how a perplexity was scored, only where two
     rows of a table would have one name.
     """
-    groups: dict[tuple[Any, ...], list[Record]] = {}
 
-    def setting_of(record: Record) -> tuple[Any, ...]:
-        return (record["name"], *(record["labels"].get(label) for label in SETTING_LABELS))
+    def place(record: Record, labels: Sequence[str]) -> tuple[Any, ...]:
+        return (record["name"], *(record["labels"].get(label) for label in labels))
 
-    for record in records:
-        groups.setdefault(setting_of(record), []).append(record)
     told: dict[int, list[str]] = {}
-    for group in groups.values():
+    for group in grouped(records, lambda record: place(record, SETTING_LABELS)).values():
         unlabelled = [record for record in group if record["labels"].get("label") is None]
         shared = [name for name in _differing(group) if name not in OF_SOME_ROWS]
         bare = [name for name in _differing(unlabelled) if name in OF_THE_PREDICTORS]
@@ -224,10 +226,7 @@ def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
             found = [_told(name, labels[name]) for name in names if labels.get(name) is not None]
             told[id(record)] = [*([] if label is None else [str(label)]), *found]
     for key, ambiguous in (("labels", _differing), ("sources", lambda group: MADE_FROM)):
-        cells: dict[tuple[Any, ...], list[Record]] = {}
-        for record in records:
-            place = (record["name"], record["metric"], *(record["labels"].get(label) for label in VISIBLE_LABELS))
-            cells.setdefault((*place, *told[id(record)]), []).append(record)
+        cells = grouped(records, lambda one: (*place(one, VISIBLE_LABELS), one["metric"], *told[id(one)]))
         for cell in cells.values():
             for record in cell if len(cell) > 1 else ():
                 known = record.get(key) or {}
@@ -237,9 +236,18 @@ def _with_variants(records: Sequence[Record]) -> list[tuple[Record, str, str]]:
     named = []
     for record in records:
         variant = ", ".join([str(record["labels"].get("method", "dense")), *dict.fromkeys(told[id(record)])])
-        series = re.sub(r"((?:budget|predictors) [^,]*?)[-_ ]*[\d.]+(?=,|$)", r"\1", variant)
-        named.append((record, variant, series))
+        named.append((record, variant, _without_density(variant, record["labels"].get("mlp_density"))))
     return named
+
+
+def _without_density(variant: str, density: float | None) -> str:
+    """A variant's name without the density that its budget or its predictors are named after: budget_cats_0.5. Other
+    numbers of a folder's name (run 2, seed 10) tell one series from another."""
+
+    def shorter(found: re.Match[str]) -> str:
+        return found[1] if density is not None and float(found[2]) == density else found[0]
+
+    return re.sub(r"((?:budget|predictors) [^,]*?)[-_ ]*(\d+(?:\.\d+)?)(?=,|$)", shorter, variant)
 
 
 def _told(name: str, setting: Any) -> str:

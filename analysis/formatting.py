@@ -6,8 +6,11 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 EMPTY_CELL = "–"
+Row = TypeVar("Row")
+Column = tuple[str, Callable[[Row], str]]  # a heading, and the cell of a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,18 @@ class Table:
         ]
 
 
+def make_table(
+    title: str, rows: Sequence[Row], columns: Sequence[Column[Row]], caption: Sequence[str] = (), *, keep: int = 0
+) -> Table:
+    """A line per row, without empty columns but for the first `keep`; the caption's parts, as far as there are any."""
+    return Table(
+        title=title,
+        columns=tuple(heading for heading, _ in columns),
+        rows=tuple(tuple(cell(row) for _, cell in columns) for row in rows),
+        caption="; ".join(filter(None, caption)),
+    ).without_empty_columns(keep=keep)
+
+
 def format_number(number: float | None) -> str:
     """Four significant digits, without exponents up to a million."""
     if number is None:
@@ -93,6 +108,15 @@ def format_range(value: float | None, ends: Sequence[float] | None, number: Call
     if value is None:
         return EMPTY_CELL
     return number(value) + (f" [{number(ends[0])}, {number(ends[1])}]" if ends else "")
+
+
+def format_quotient(value: float | None, base: float | None) -> str:
+    return EMPTY_CELL if not value or not base else format_ratio(value / base)
+
+
+def format_span(counts: Sequence[int]) -> str:
+    """Of counts the lowest and the highest."""
+    return " to ".join(map(str, dict.fromkeys([min(counts), max(counts)])))
 
 
 def format_share(share: float | None) -> str:

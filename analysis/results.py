@@ -15,182 +15,102 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from data.files import convert_json, disk_errors
 
-Number = float | None
-Text = str | None
-Count = int | None
+Record = dict[str, Any]
+Label = str | int | float | bool | None
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
+REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
+# Methods that older records name otherwise: WINA's thresholds were always measured without its rotation.
+RENAMED_METHODS = {"wina": "wina-unrotated"}
+
+# They stand in cells and file names; a table or a plot of a million characters takes minutes to lay out.
+MAX_CHARACTERS = 500
+Short = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS)]
+Text, Number, Count, Flag = Short | None, float | None, int | None, bool | None
 Interval = Annotated[list[float], Meta(min_length=2, max_length=2)] | None
 PerLayer = list[float | None] | None
 
 
-class Labels(msgspec.Struct, kw_only=True):
-    """Conditions that are compared, sorted or put into words."""
-
-    model: Text = None
-    method: Text = None
-    weights: Text = None
-    phase: Text = None
-    task: Text = None
-    dtype: Text = None
-    corpus: Text = None
-    block: Text = None
-    study: Text = None
-    variant: Text = None
-    activation: Text = None
-    norm: Text = None
-    positions: Text = None
-    operator: Text = None
-    shape: Text = None
-    transport: Text = None
-    execution: Text = None
-    point: Text = None
-    text: Text = None
-    tokens: Text = None
-    label: Text = None
-    density_budget: Text = None
-    predictors: Text = None
-    converted_from: Text = None
-    all_reduce: Text = None
-    density: Number = None
-    mlp_density: Number = None
-    head_density: Number = None
-    batch_size: Count = None
-    num_tokens: Count = None
-    prompt_tokens: Count = None
-    new_tokens: Count = None
-    lookahead: Count = None
-    seed: Count = None
-    layer_idx: Count = None
-    hidden_size: Count = None
-    window: Count = None
-    num_fewshot: Count = None
-    num_samples: Count = None
-    predictor_rank: Count = None
-    standin_rank: Count = None
-    calibration_tokens: Count = None
-    tp_size: Count = None
-    pp_size: Count = None
-    dp_size: Count = None
+def _of(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
 
 
-class Environment(msgspec.Struct, kw_only=True):
-    """Where it was measured."""
-
-    commit: Text = None
-    dirty: bool | None = None
-    cpu: Text = None
-    device: Text = None
-    date: Text = None
-    cuda: Text = None
-    driver: Text = None
-    torch: Text = None
-    triton: Text = None
-    num_cores: Count = None
-    num_devices: Count = None
+def _object(needed: Mapping[str, Any], **optional: Any) -> Any:
+    """A JSON object with these keys; what is optional may be missing or, where its type says so, null."""
+    fields: list[Any] = [*needed.items(), *((name, kind, msgspec.UNSET) for name, kind in optional.items())]
+    return msgspec.defstruct("Object", fields, kw_only=True)
 
 
-class Achieved(msgspec.Struct, kw_only=True):
-    """What a run really did."""
-
-    mlp_density: Number = None
-    head_density: Number = None
-    union_mlp_density: Number = None
-    union_head_density: Number = None
-    bytes_read_share: Number = None
-    layer_bytes_share: Number = None
-    sparse_calls: Count = None
-    executions: dict[str, int] | None = None
-    per_layer: dict[str, PerLayer] | None = None
-
-
-class Quality(msgspec.Struct, kw_only=True):
-    """Of the choice of units."""
-
-    recall: Number = None
-    precision: Number = None
-    windows: Count = None
-    per_layer: dict[str, dict[str, PerLayer] | None] | None = None
-
-
-class Windows(msgspec.Struct, kw_only=True):
-    """Nats and tokens of each window of a text."""
-
-    nll: list[float]
-    tokens: list[int]
-
-
-class FirstWindows(msgspec.Struct, kw_only=True):
-    """Of a text: how many windows, and the perplexities of a run and of dense on them."""
-
-    num: int
-    perplexity: float
-    dense: float
-
-
-class Timing(msgspec.Struct, kw_only=True):
-    """The repetitions of one call."""
-
-    samples: list[float] | None = None
-
-
-class Position(msgspec.Struct, kw_only=True):
-    """A value of the tokens from one position on, below another."""
-
-    start: int = msgspec.field(name="from")
-    below: int
-    value: float
+LABELS = _object(
+    {},
+    **_of(Text, "model method weights phase task dtype corpus block study variant activation norm positions operator"),
+    **_of(
+        Text, "shape transport execution point text tokens label density_budget predictors converted_from all_reduce"
+    ),
+    **_of(Number, "density mlp_density head_density"),
+    **_of(
+        Count, "batch_size num_tokens prompt_tokens new_tokens lookahead seed layer_idx hidden_size window num_fewshot"
+    ),
+    **_of(Count, "num_samples predictor_rank standin_rank calibration_tokens tp_size pp_size dp_size"),
+)
+ENVIRONMENT = _object(
+    {},
+    dirty=Flag,
+    **_of(Text, "commit cpu device date cuda driver torch triton"),
+    **_of(Count, "num_cores num_devices"),
+)
+ACHIEVED = _object(
+    {},
+    **_of(Number, "mlp_density head_density union_mlp_density union_head_density bytes_read_share layer_bytes_share"),
+    sparse_calls=Count,
+    executions=dict[str, int] | None,
+    per_layer=dict[str, PerLayer] | None,
+)
+QUALITY = _object(
+    {}, recall=Number, precision=Number, windows=Count, per_layer=dict[str, dict[str, PerLayer] | None] | None
+)
+POSITION: Any = _object({"from": int, "below": Count, "value": float})
+RECORD = _object(
+    {"name": Name, "metric": Name, "unit": Short, "value": float, "labels": LABELS, "environment": ENVIRONMENT},
+    baseline=_object({"name": str, "value": float}) | None,
+    achieved=ACHIEVED | None,
+    text_achieved=ACHIEVED | None,
+    quality=QUALITY | None,
+    windows=_object({"nll": list[float], "tokens": list[int]}) | None,  # nats and tokens of each
+    first_windows=_object({"num": int, "perplexity": float, "dense": float}) | None,
+    timing=_object({}, samples=list[float] | None) | None,
+    per_layer=PerLayer,
+    per_position=list[POSITION] | None,
+    massive_channels=dict[str, float] | None,
+    answers=list[Any],
+    **_of(dict[str, Any] | None, "run sources training"),
+    **_of(Interval, "interval ratio_interval above_static_interval"),
+    **_of(Number, "ratio share_of_ceiling stderr above_static static true_density union_density predicted_density"),
+    **_of(Number, "achieved_gb_per_s ceiling_gb_per_s achieved_gb_per_s_each ceiling_gb_per_s_each tflops_each"),
+    **_of(Number, "ceiling_tflops_each bytes_per_call bytes_per_step"),
+)
 
 
-class RecordTypes(msgspec.Struct, kw_only=True):
-    """A record, as far as its types matter to a reader."""
-
-    labels: Labels
-    environment: Environment
-    achieved: Achieved | None = None
-    quality: Quality | None = None
-    windows: Windows | None = None
-    first_windows: FirstWindows | None = None
-    timing: Timing | None = None
-    text_achieved: Achieved | None = None
-    interval: Interval = None
-    ratio_interval: Interval = None
-    above_static: Number = None
-    above_static_interval: Interval = None
-    static: Number = None
-    true_density: Number = None
-    union_density: Number = None
-    predicted_density: Number = None
-    achieved_gb_per_s: Number = None
-    ceiling_gb_per_s: Number = None
-    achieved_gb_per_s_each: Number = None
-    ceiling_gb_per_s_each: Number = None
-    tflops_each: Number = None
-    ceiling_tflops_each: Number = None
-    bytes_per_call: Number = None
-    bytes_per_step: Number = None
-    per_layer: PerLayer = None
-    per_position: list[Position] | None = None
-    massive_channels: dict[str, float] | None = None
-
-
-Record = dict[str, Any]
-Label = str | int | float | bool | None
-
-MAX_CHARACTERS = 500
-REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
-# Methods that older records name otherwise: WINA's thresholds were always measured without its rotation.
-RENAMED_METHODS = {"wina": "wina-unrotated"}
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by a key, in order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def make_record(
@@ -240,50 +160,22 @@ def _encode(record: Record) -> str:
 
 
 def validate_record(record: object) -> None:
-    """Raises ValueError naming the first key that is missing or of the wrong kind."""
+    """Raises ValueError naming the keys that are missing, or the first one of the wrong kind."""
     if not isinstance(record, dict):
         raise ValueError(f"a record is a JSON object, not {type(record).__name__}")
     missing = [key for key in REQUIRED_KEYS if key not in record]
     if missing:
         raise ValueError(f"the record lacks {', '.join(map(repr, missing))}")
-    for key in ("name", "metric", "unit"):
-        if not isinstance(record[key], str) or (key != "unit" and not record[key]):
-            raise ValueError(f"{key!r} must be a non-empty string, not {record[key]!r}")
-        _require_short(key, record[key])
-    for key in ("labels", "environment"):
-        if not isinstance(record[key], dict):
-            raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
+    convert_json(record, RECORD, "the record")
     for label, setting in record["labels"].items():
         if not isinstance(setting, (str, int, float, bool, type(None))):
             raise ValueError(f"label {label!r} must be a string, a number, a boolean or null, not {setting!r}")
-        _require_short(f"label {label[:50]}", setting)
-    _require_number("value", record["value"])
-    for key in ("ratio", "share_of_ceiling", "stderr"):
-        if record.get(key) is not None:
-            _require_number(key, record[key])
-    baseline = record.get("baseline")
-    if baseline is not None:
-        if not isinstance(baseline, dict) or not isinstance(baseline.get("name"), str):
-            raise ValueError(f"'baseline' must be null or have a 'name' and a 'value', not {baseline!r}")
-        _require_number("baseline value", baseline.get("value"))
-    for key in ("achieved", "quality", "run", "sources", "timing", "training", "windows"):
-        if record.get(key) is not None and not isinstance(record[key], dict):
-            raise ValueError(f"{key!r} must be an object, not {record[key]!r}")
-    if not isinstance(record.get("answers", []), list):
-        raise ValueError(f"'answers' must be a list, not {record['answers']!r}")
-    convert_json(record, RecordTypes, "the record")
-
-
-def _require_short(name: str, value: object) -> None:
-    # They stand in cells and file names; a table or a plot of a million characters takes minutes to lay out.
-    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
-        raise ValueError(f"{name!r} has {len(value)} characters, {MAX_CHARACTERS} at most")
-
-
-def _require_number(name: str, value: object) -> None:
+        if isinstance(setting, str) and len(setting) > MAX_CHARACTERS:
+            raise ValueError(f"label {label[:50]!r} has {len(setting)} characters, {MAX_CHARACTERS} at most")
     # A perplexity can overflow to infinity and still be a result; NaN is always a fault.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise ValueError(f"{name!r} must be a number that is not NaN, not {value!r}")
+    for key, number in (*record.items(), ("baseline value", (record.get("baseline") or {}).get("value"))):
+        if isinstance(number, float) and math.isnan(number):
+            raise ValueError(f"{key!r} must be a number that is not NaN")
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:

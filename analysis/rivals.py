@@ -13,13 +13,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from analysis.comparison import Comparison, compare, group_by_task
-from analysis.formatting import Table, format_number, format_ratio
+from analysis.formatting import EMPTY_CELL, Column, Table, format_number, format_ratio, make_table
 from analysis.method_styles import NOT_RIVALS, RIVALS, method_rank
-from analysis.results import Record
+from analysis.results import Record, grouped
 
+EQUAL_BYTES = "equal_bytes"
+SHOWN_BYTES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
+SAME_TEXT = ("dtype", "num_tokens", "window", "stride")
+LEAST_ROWS = 3  # of fewer, the plot and `findings` say all that there is
+SAME_BYTES = 5e-4  # how many neurons are kept is rounded, so a density of 0.3 may read 0.3001
 # Of several densities the one nearest to it is told.
 USUAL_DENSITY = 0.5
 # Ratios to dense that differ by less than this share are called equal.
@@ -75,13 +79,6 @@ def _speed(row: Comparison) -> str:
     return f" Decoding with it is {word} dense: {numbers}, {ratio:.2f} times the speed."
 
 
-EQUAL_BYTES = "equal_bytes"
-SHOWN_BYTES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
-SAME_TEXT = ("dtype", "num_tokens", "window", "stride")
-LEAST_ROWS = 3  # of fewer, the plot and the sentences of findings.py say all that there is
-SAME_BYTES = 5e-4  # how many neurons are kept is rounded, so a density of 0.3 may read 0.3001
-
-
 @dataclass(frozen=True)
 class Axis:
     """Which bytes, and of which rows."""
@@ -119,9 +116,8 @@ def equal_bytes_tables(records: Sequence[Record]) -> list[Table]:
     for (model, task, metric), alike in group_by_task(compare(records)).items():
         if metric != "perplexity":
             continue
-        texts: dict[tuple[Any, ...], list[Comparison]] = {}  # another text, or precision, has another dense model
-        for row in alike:
-            texts.setdefault(tuple(row.labels.get(label) for label in SAME_TEXT), []).append(row)
+        # Another text, or precision, has another dense model.
+        texts = grouped(alike, lambda row: tuple(row.labels.get(label) for label in SAME_TEXT))
         for text, rows in texts.items():
             told = [f"{label.replace('_', ' ')} {value}" for label, value in zip(SAME_TEXT, text, strict=True)]
             subject = ", ".join([model, task, *(told if len(texts) > 1 else [])])
@@ -133,29 +129,27 @@ def equal_bytes_tables(records: Sequence[Record]) -> list[Table]:
 def _equal_bytes_table(subject: str, axis: Axis, curves: Sequence[Curve]) -> list[Table]:
     """Only the bytes at which the predictor and a rival were both measured, or lie between their measured points; no
     table where these are few."""
-    methods = _methods(curves)
-    rows: list[tuple[float, dict[str, float]]] = []
-    for share in SHOWN_BYTES:
-        values = {name: value for name in methods if (value := lowest(curves, name, share)) is not None}
-        if "predictor" in values and len(values) > 1:
-            rows.append((share, values))
-    if len(rows) < LEAST_ROWS:
+    methods = sorted({curve.method for curve in curves}, key=lambda method: (method_rank(method), method))
+    values = {
+        share: {name: value for name in methods if (value := lowest(curves, name, share)) is not None}
+        for share in SHOWN_BYTES
+    }
+    shares = [share for share, found in values.items() if "predictor" in found and len(found) > 1]
+    if len(shares) < LEAST_ROWS:
         return []
-    methods = [name for name in methods if any(name in values for _, values in rows)]
-    # Of equals the first; the predictor comes before its rivals.
-    best = [min(methods, key=lambda name: round(values.get(name, math.inf), 9)) for _, values in rows]
-    return [
-        Table(
-            title=f"{subject}: ratio to dense at equal {axis.name} bytes",
-            columns=(f"{axis.name} bytes read", *methods, "lowest"),
-            rows=tuple(
-                (_percent(share), *(format_ratio(_exp(values.get(name))) for name in methods), winner)
-                for (share, values), winner in zip(rows, best, strict=True)
-            ),
-            caption="Between measured points the logarithm of the ratio is interpolated; oracle and random are bounds, "
-            "and left out.",
-        )
+
+    def ratio_of(name: str) -> Callable[[float], str]:
+        return lambda share: format_ratio(math.exp(values[share][name])) if name in values[share] else EMPTY_CELL
+
+    columns: list[Column[float]] = [
+        (f"{axis.name} bytes read", lambda share: f"{100 * share:.1f}".removesuffix(".0") + " %"),
+        *((name, ratio_of(name)) for name in methods),
+        # Of equals the first; the predictor comes before its rivals.
+        ("lowest", lambda share: min(values[share], key=lambda name: round(values[share][name], 9))),
     ]
+    caption = "Between measured points the logarithm of the ratio is interpolated; oracle and random are bounds, "
+    title = f"{subject}: ratio to dense at equal {axis.name} bytes"
+    return [make_table(title, shares, columns, [f"{caption}and left out."])]
 
 
 def curves_of(rows: Iterable[Comparison], axis: Axis = MLP_BYTES) -> list[Curve]:
@@ -185,18 +179,6 @@ def _is_beaten(curve: Curve, other: Curve) -> bool:
     return bool(gaps) and min(gaps) >= 0 and max(gaps) > 0
 
 
-def _methods(curves: Iterable[Curve]) -> list[str]:
-    return sorted({curve.method for curve in curves}, key=lambda method: (method_rank(method), method))
-
-
 def lowest(curves: Iterable[Curve], method: str, share: float) -> float | None:
     """A method's lowest value over its series at so many bytes."""
     return min((at for curve in curves if curve.method == method and (at := curve.at(share)) is not None), default=None)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}".removesuffix(".0") + " %"
-
-
-def _exp(value: float | None) -> float | None:
-    return None if value is None else math.exp(value)

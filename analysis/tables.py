@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from analysis import accuracy, drift, rivals, speed_tables
+from analysis.accuracy import ACCURACY, accuracy_tables
 from analysis.comparison import (
     Comparison,
     compare,
@@ -19,13 +20,40 @@ from analysis.comparison import (
     shared_settings,
     with_one_ceiling,
 )
-from analysis.drift import verdict
-from analysis.formatting import EMPTY_CELL, Table, format_cell, format_number, format_range, format_ratio, format_share
+from analysis.drift import SECTION_TITLES as STUDY_TITLES
+from analysis.drift import VERDICT_NAME, VERDICT_TITLE, study_tables, verdict
+from analysis.formatting import (
+    EMPTY_CELL,
+    Column,
+    Table,
+    format_cell,
+    format_number,
+    format_range,
+    format_ratio,
+    format_share,
+    format_span,
+    make_table,
+)
 from analysis.method_styles import RIVALS
-from analysis.results import Record
+from analysis.results import Record, grouped
+from analysis.rivals import EQUAL_BYTES, equal_bytes_tables
+from analysis.speed_tables import (
+    COMMUNICATION,
+    DECODE,
+    ENGINE_NAMES,
+    KERNEL,
+    communication_tables,
+    decode_tables,
+    engine_tables,
+    is_of_engine,
+    is_one_gpu_decode,
+    kernel_tables,
+)
 from analysis.studies import STUDY_NAMES
 from data.files import replace_file
 
+MAIN = "main"
+QUALITY_TITLES = {MAIN: "Quality and speed", ACCURACY: "Accuracy", EQUAL_BYTES: "At equal bytes"}
 # Where all heads are active throughout, their densities are not worth two columns.
 NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
 # What a first page shows.
@@ -56,28 +84,21 @@ def main_tables(records: Sequence[Record]) -> list[Table]:
             or not {cell(row) for row in rows} <= NOTHING_TO_SHOW
             and (heading != "layer bytes read" or any(row.head_density < 1 for row in rows))
         ]
-        tables.append(
-            Table(
-                title=f"{model}, {task}",
-                columns=tuple(heading for heading, _ in shown),
-                rows=tuple(tuple(cell(row) for _, cell in shown) for row in rows),
-                caption=_main_caption(rows),
-            )
-        )
+        tables.append(make_table(f"{model}, {task}", rows, shown, _main_caption(rows)))
     return tables
 
 
-def _main_caption(rows: Sequence[Comparison]) -> str:
+def _main_caption(rows: Sequence[Comparison]) -> list[str]:
     """What was measured on what, of these rows."""
     parts = [shared_settings([row.labels for row in rows], CAPTION_LABELS)]
     if counts := sorted({row.num_windows for row in rows if row.num_windows}):
-        parts.append(f"{_span(counts)} windows scored")
+        parts.append(f"{format_span(counts)} windows scored")
     if any(row.ratio_interval for row in rows):
         parts.append("in brackets 95 % intervals over windows")
     if first := sorted({int(row.first_windows["num"]) for row in rows if row.first_windows}):
-        parts.append(f"first windows: {_span(first)} of them, in the same run, for older figures")
+        parts.append(f"first windows: {format_span(first)} of them, in the same run, for older figures")
     if counts := sorted({row.quality_windows for row in rows if row.quality_windows}):
-        parts.append(f"recall and precision on {_span(counts)} windows")
+        parts.append(f"recall and precision on {format_span(counts)} windows")
     elsewhere = [
         text
         for known, text in (
@@ -92,16 +113,11 @@ def _main_caption(rows: Sequence[Comparison]) -> str:
     if files := sorted({each["converted_from"] for each in labels if each.get("converted_from")}):
         parts.append(f"weights have the values of {', '.join(files)}")
     if counts := sorted({each["calibration_tokens"] for each in labels if each.get("calibration_tokens")}):
-        parts.append(f"thresholds set, and refined predictors chosen, on {_span(counts)} other tokens")
-    return "; ".join(filter(None, parts))
+        parts.append(f"thresholds set, and refined predictors chosen, on {format_span(counts)} other tokens")
+    return parts
 
 
-def _span(counts: Sequence[int]) -> str:
-    """Of sorted counts the lowest and the highest."""
-    return " to ".join(map(str, dict.fromkeys([counts[0], counts[-1]])))
-
-
-def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
+def _main_columns(metric: str) -> list[Column[Comparison]]:
     return [
         ("MLP density", lambda row: format_number(row.mlp_density)),
         ("head density", lambda row: format_number(row.head_density)),
@@ -128,52 +144,34 @@ def _main_columns(metric: str) -> list[tuple[str, Callable[[Comparison], str]]]:
     ]
 
 
-def record_table(records: Sequence[Record], name: str) -> Table:
-    """All records of one name: a column for each label that varies, the other labels in the caption.
+def record_tables(records: Sequence[Record], name: str) -> list[Table]:
+    """One table of records of one name: a column for each label that varies, the other labels in the caption.
 
     Where several devices were measured, each line says which.
     """
-    chosen = [record for record in latest_records(records) if record["name"] == name]
-    if not chosen:
-        names = sorted({record["name"] for record in records})
-        raise ValueError(f"no record is named {name!r}; there are {', '.join(names) or 'none'}")
+    chosen = latest_records(records)
     label_names = list(dict.fromkeys(label for record in chosen for label in record["labels"]))
     varying = [
         label for label in label_names if len({json.dumps(record["labels"].get(label)) for record in chosen}) > 1
     ]
-    constant = [label for label in label_names if label not in varying]
-    devices = [device_of(record) for record in chosen]
-    device_column = ("device",) if len(set(devices)) > 1 else ()
-    columns = [*device_column, *varying, "metric", "value"]
-    num_always = len(columns)
-    columns += ["unit", "baseline", "baseline value", "ratio", "share of ceiling"]
-    rows = []
-    for record, device in zip(chosen, devices, strict=True):
-        baseline = record.get("baseline") or {}
-        rows.append(
-            (
-                *(device for _ in device_column),
-                *(format_cell(record["labels"].get(label)) for label in varying),
-                record["metric"],
-                format_number(record["value"]),
-                record["unit"],
-                baseline.get("name", EMPTY_CELL),
-                format_number(baseline.get("value")),
-                format_ratio(record.get("ratio")),
-                format_share(record.get("share_of_ceiling")),
-            )
-        )
-    used = [i for i, _ in enumerate(columns) if i < num_always or any(row[i] != EMPTY_CELL for row in rows)]
-    return Table(
-        title=name,
-        columns=tuple(columns[i] for i in used),
-        rows=tuple(tuple(row[i] or EMPTY_CELL for i in used) for row in rows),
-        caption=", ".join(
-            f"{label} {format_cell(setting)}"
-            for label in constant
-            if (setting := chosen[0]["labels"].get(label)) is not None
-        ),
-    )
+    columns: list[Column[Record]] = [("device", device_of)] if len(set(map(device_of, chosen))) > 1 else []
+    columns += [(label, _label(label)) for label in varying]
+    columns += [("metric", lambda record: record["metric"]), ("value", lambda record: format_number(record["value"]))]
+    always = len(columns)
+    columns += [
+        ("unit", lambda record: record["unit"] or EMPTY_CELL),
+        ("baseline", lambda record: (record.get("baseline") or {}).get("name", EMPTY_CELL)),
+        ("baseline value", lambda record: format_number((record.get("baseline") or {}).get("value"))),
+        ("ratio", lambda record: format_ratio(record.get("ratio"))),
+        ("share of ceiling", lambda record: format_share(record.get("share_of_ceiling"))),
+    ]
+    constant = {label: chosen[0]["labels"].get(label) for label in label_names if label not in varying}
+    caption = ", ".join(f"{label} {format_cell(setting)}" for label, setting in constant.items() if setting is not None)
+    return [make_table(name, chosen, columns, [caption], keep=always)]
+
+
+def _label(name: str) -> Callable[[Record], str]:
+    return lambda record: format_cell(record["labels"].get(name)) or EMPTY_CELL
 
 
 def environment_lines(records: Sequence[Record]) -> list[str]:
@@ -199,68 +197,59 @@ def environment_lines(records: Sequence[Record]) -> list[str]:
 def snippet_of(record: Record) -> str:
     """Which table a record goes to."""
     if record["name"] == "perplexity":
-        return "main"
-    return speed_tables.DECODE if speed_tables.is_one_gpu_decode(record) else record["name"]
+        return MAIN
+    return DECODE if is_one_gpu_decode(record) else record["name"]
 
 
 def records_by_snippet(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each table; first `main`, then accuracy and what is compared at equal bytes."""
-    first = ("main", accuracy.ACCURACY, rivals.EQUAL_BYTES)
-    found: dict[str, list[Record]] = {name: [] for name in first}
-    for record in records:
-        found.setdefault(snippet_of(record), []).append(record)
-    found[rivals.EQUAL_BYTES] = found["main"]
+    """The records of each table; first the perplexities, then accuracy and what is compared at equal bytes."""
+    found: dict[str, list[Record]] = {name: [] for name in QUALITY_TITLES} | grouped(records, snippet_of)
+    found[EQUAL_BYTES] = found[MAIN]
     return {name: chosen for name, chosen in found.items() if chosen}
 
 
 def all_tables(records: Sequence[Record]) -> dict[str, list[Table]]:
     """Tables by snippet name: `main` (perplexities), `accuracy`, `equal_bytes`, `one_gpu_decode` (a table per GPU), the
-    engine's `decode` and `prefill`, the three of the drift study, and one for every other name of record."""
-    tables = {}
+    engine's `decode` and `prefill`, those of the studies, and one for every other name of record."""
     records = with_one_ceiling(records)
+    makers: dict[str, Callable[[list[Record]], list[Table]]] = {
+        MAIN: lambda _: main_tables(records),  # with the speeds of the same settings
+        ACCURACY: lambda _: accuracy_tables(records),  # with these and the perplexities
+        EQUAL_BYTES: equal_bytes_tables,
+        DECODE: decode_tables,
+        KERNEL: kernel_tables,
+        COMMUNICATION: communication_tables,
+        **{name: partial(study_tables, name) for name in STUDY_NAMES},
+    }
+    tables = {}
     for snippet, chosen in records_by_snippet(records).items():
-        if snippet == "main":  # with the speeds of the same settings
-            tables[snippet] = main_tables(records)
-        elif snippet == accuracy.ACCURACY:  # with these and the perplexities
-            tables[snippet] = accuracy.accuracy_tables(records)
-        elif snippet == rivals.EQUAL_BYTES:
-            tables[snippet] = rivals.equal_bytes_tables(chosen)
-        elif snippet == speed_tables.DECODE:
-            tables[snippet] = speed_tables.decode_tables(chosen)
-        elif snippet in speed_tables.ENGINE_NAMES and all(map(speed_tables.is_of_engine, chosen)):
-            tables[snippet] = speed_tables.engine_tables(chosen, snippet)
-        elif snippet == speed_tables.KERNEL:
-            tables[snippet] = speed_tables.kernel_tables(chosen)
-        elif snippet == speed_tables.COMMUNICATION:
-            tables[snippet] = speed_tables.communication_tables(chosen)
-        elif snippet in STUDY_NAMES:
-            tables[snippet] = drift.study_tables(snippet, chosen)
+        if snippet in ENGINE_NAMES and all(map(is_of_engine, chosen)):
+            tables[snippet] = engine_tables(chosen, snippet)
         else:
-            tables[snippet] = [record_table(chosen, snippet)]
+            tables[snippet] = makers.get(snippet, partial(record_tables, name=snippet))(chosen)
     return {snippet: found for snippet, found in tables.items() if found}
 
 
 def quality_tables(records: Sequence[Record]) -> list[Table]:
     """What most people look for, of these records; all tables where there is nothing of it."""
     tables = all_tables(records)
-    found = [table for name in ("main", accuracy.ACCURACY, rivals.EQUAL_BYTES) for table in tables.get(name, ())]
+    found = [table for name in QUALITY_TITLES for table in tables.get(name, ())]
     return found or [table for group in tables.values() for table in group]
 
 
 def section_title(name: str) -> str:
-    titles = {"main": "Quality and speed", accuracy.ACCURACY: "Accuracy", rivals.EQUAL_BYTES: "At equal bytes"}
-    return (titles | drift.SECTION_TITLES).get(name, name)
+    """The heading over the tables of one name."""
+    return (QUALITY_TITLES | STUDY_TITLES).get(name, name)
 
 
 def summary_markdown(records: Sequence[Record]) -> str:
     """All tables and the environments as one Markdown page."""
     parts = ["# Results"]
     if answered := verdict(records):
-        parts += [f"## {drift.VERDICT_TITLE}", answered]
+        parts += [f"## {VERDICT_TITLE}", answered]
     for name, tables in all_tables(records).items():
         parts.append(f"## {section_title(name)}")
-        for table in tables:
-            parts.append(replace(table, title="" if table.title == name else table.title).to_markdown())
+        parts += [replace(table, title="" if table.title == name else table.title).to_markdown() for table in tables]
     parts += ["## Measured on", "\n".join(f"- {line}" for line in environment_lines(records))]
     return "\n\n".join(parts) + "\n"
 
@@ -286,33 +275,24 @@ def replace_snippets(text: str, snippets: Mapping[str, str]) -> tuple[str, list[
 def short_tables(tables: Mapping[str, Sequence[Table]]) -> dict[str, list[Table]]:
     """For a first page: `main_short`, the methods that a user could choose, and `one_gpu_decode_short`, each sparse row
     at batch 1 with its speed beside dense's."""
-    found = {
-        "main_short": [
-            _shortened(
-                table, SHORT_MAIN, lambda row: row["method"].partition(",")[0] in (*RIVALS, "dense", "predictor")
-            )
-            for table in tables.get("main", ())
-        ],
-        f"{speed_tables.DECODE}_short": [
-            _shortened(
-                table, SHORT_DECODE, lambda row: row.get("batch", "1") == "1" and row["× our dense"] != EMPTY_CELL
-            )
-            for table in tables.get(speed_tables.DECODE, ())
-            if "× our dense" in table.columns
-        ],
-    }
-    return {name: chosen for name, each in found.items() if (chosen := [table for table in each if table.rows])}
 
+    def is_usable(row: Mapping[str, str]) -> bool:
+        return row["method"].partition(",")[0] in (*RIVALS, "dense", "predictor")
 
-def _shortened(table: Table, columns: Sequence[str], keep: Callable[[Mapping[str, str]], bool]) -> Table:
-    """Some columns and some rows of a table, without its caption."""
-    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    used = tuple(column for column in columns if column in table.columns)
-    return Table(
-        title=table.title,
-        columns=used,
-        rows=tuple(tuple(row[column] for column in used) for row in rows if keep(row)),
-    )
+    def is_compared(row: Mapping[str, str]) -> bool:
+        return row.get("batch", "1") == "1" and row.get("× our dense", EMPTY_CELL) != EMPTY_CELL
+
+    found = {}
+    for name, columns, keep in ((MAIN, SHORT_MAIN, is_usable), (DECODE, SHORT_DECODE, is_compared)):
+        short = []
+        for table in tables.get(name, ()):
+            rows = [row for row in (dict(zip(table.columns, cells, strict=True)) for cells in table.rows) if keep(row)]
+            used = tuple(column for column in columns if column in table.columns)
+            cells = tuple(tuple(row[column] for column in used) for row in rows)
+            short += [Table(title=table.title, columns=used, rows=cells)] if rows else []
+        if short:
+            found[f"{name}_short"] = short
+    return found
 
 
 def update_readmes(
@@ -332,7 +312,7 @@ def update_readmes(
         measured = f"Measured on {'; '.join(lines)}."
         snippets[name] = "\n\n".join([*(table.to_markdown() for table in tables), measured])
     if answered := verdict(records):
-        snippets[drift.VERDICT_NAME] = answered
+        snippets[VERDICT_NAME] = answered
     if unknown := [name for name in only if name not in snippets]:
         raise ValueError(f"tables {', '.join(unknown)}: these records make {', '.join(snippets) or 'none'}")
     snippets = {name: snippet for name, snippet in snippets.items() if not only or name in only}
@@ -345,8 +325,3 @@ def update_readmes(
         if replaced:
             replace_file(path, text.encode())
     return {path: replaced for path, (_, replaced) in texts.items()}
-
-
-def update_readme(path: str | os.PathLike[str], records: Sequence[Record], only: Collection[str] = ()) -> list[str]:
-    """As `update_readmes`, of one file."""
-    return update_readmes([path], records, only)[Path(path)]

@@ -12,7 +12,7 @@ from analysis.accuracy import TaskColumn, accuracy_tables, chance_of, compare_ac
 from analysis.plots import accuracy_points, all_figures, plot_accuracy, plot_accuracy_layers, save_figures
 from analysis.report import build_report
 from analysis.results import Record
-from analysis.tables import all_tables, update_readme
+from analysis.tables import all_tables, update_readmes
 
 Make = Callable[..., Record]
 
@@ -118,7 +118,7 @@ def test_lambada_has_its_perplexity_beside_its_accuracy(accuracy_record: Make) -
         accuracy_record("lambada_openai", "acc", 0.4, 0.02),
     ]
     (row,) = table_rows(records)
-    assert list(row)[2:] == ["lambada_openai, acc", "lambada_openai, perplexity", "mean", "to dense, points"]
+    assert list(row)[2:] == ["lambada_openai, acc", "lambada_openai, perplexity", "mean"]
     assert (row["lambada_openai, perplexity"], row["mean"]) == ("12.34", "40.0 ± 2.0")
 
 
@@ -247,5 +247,5 @@ def test_page_readme_and_plots_have_the_accuracy(tmp_path: Path, accuracy_record
     assert list(all_tables(accuracy_records))[:2] == ["main", "accuracy"]
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table:accuracy -->\n<!-- /table:accuracy -->\n")
-    assert update_readme(readme, accuracy_records) == ["accuracy"]
+    assert update_readmes([readme], accuracy_records) == {readme: ["accuracy"]}
     assert "| 0.5 | predictor | 55.0 ± 3.0 |" in readme.read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from analysis.results import Record, append_record, make_record, read_records
 from analysis.speed_tables import decode_tables, is_one_gpu_decode
-from analysis.tables import all_tables, summary_markdown, update_readme
+from analysis.tables import all_tables, summary_markdown, update_readmes
 
 ENVIRONMENT = {"device": "Example GPU", "num_devices": 1, "date": "2026-01-02T03:04:05+00:00"}
 
@@ -170,7 +170,7 @@ def test_the_readme_has_a_table_for_one_gpu_and_one_for_ranks(tmp_path: Path) ->
     readme.write_text(
         "<!-- table:one_gpu_decode -->\n<!-- /table:one_gpu_decode -->\n<!-- table:decode -->\n<!-- /table:decode -->\n"
     )
-    assert update_readme(readme, found) == ["one_gpu_decode", "decode"]
+    assert update_readmes([readme], found) == {readme: ["one_gpu_decode", "decode"]}
     one_gpu, _, ranks = readme.read_text().partition("<!-- table:decode -->")
     assert "| Shape-3B | random | dense | 1 |" in one_gpu and "Measured on 1 × Example GPU" in one_gpu
     assert "Shape-3B" not in ranks

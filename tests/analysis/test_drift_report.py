@@ -16,7 +16,7 @@ from analysis.plots import all_figures, save_figures
 from analysis.report import build_report
 from analysis.results import Record
 from analysis.studies import FACTORS, compared_models, cosine_records, lost_by_layer, pooled, studied_models
-from analysis.tables import all_tables, summary_markdown, update_readme
+from analysis.tables import all_tables, summary_markdown, update_readmes
 from tests.analysis.made_up_drift import ablation_record, lookahead_record, record, whole_study
 
 
@@ -154,11 +154,11 @@ def test_verdict_and_tables_are_in_the_report_the_summary_and_the_readme(tmp_pat
     readme = tmp_path / "README.md"
     names = ("drift_verdict", "drift", "ablation", "relufication")
     readme.write_text("".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\n" for name in names))
-    assert update_readme(readme, study) == list(names)
+    assert update_readmes([readme], study) == {readme: list(names)}
     once = readme.read_text()
     assert re.search(r"<!-- table:drift_verdict -->\n\*\*Does drift explain it\?\*\* .*closed-form.*Small-135M", once)
     assert "**ablation: effects**" in once and "Measured on 1 × Example GPU" in once
-    update_readme(readme, study)
+    update_readmes([readme], study)
     assert readme.read_text() == once
 
 

@@ -12,7 +12,7 @@ from analysis.comparison import compare
 from analysis.plots import HIGHEST_RATIO, plot_against_bytes, plot_against_layer_bytes, ratio_points, series_label
 from analysis.results import Record, make_record
 from analysis.rivals import curves_of, equal_bytes_tables
-from analysis.tables import update_readme
+from analysis.tables import update_readmes
 
 ENVIRONMENT = {"device": "Example GPU", "date": "2026-01-02T03:04:05+00:00"}
 # ln(ratio) at bytes b: predictor 0.95 - b, teal 2.15 - 3 b, cats 0.4 throughout.
@@ -100,13 +100,15 @@ def test_a_recipe_that_another_beats_everywhere_does_not_stand_for_the_method() 
     assert len(curves_of(compare([*records("predictor", "teal"), *rival]))) == 3
 
 
-def test_budgets_that_differ_in_their_number_are_one_line() -> None:
+def test_budgets_named_after_their_density_are_one_line_and_folders_with_other_numbers_are_not() -> None:
     budgets = [record("predictor", share, 0.5, density_budget=f"greedy_{share}") for share in (0.3, 0.5)]
     rows = compare([*records("predictor"), *budgets])
     budgeted = [row for row in rows if row.labels.get("density_budget")]
     assert [row.variant for row in budgeted] == [f"predictor, budget greedy_{share}" for share in (0.5, 0.3)]
     assert {row.series for row in budgeted} == {"predictor, budget greedy"}
     assert len(curves_of(rows)) == 2
+    folders = [record("predictor", 0.3, 0.5, predictors=f"run_{number}") for number in (1, 2)]
+    assert {row.series for row in compare(folders)} == {"predictor, predictors run_1", "predictor, predictors run_2"}
 
 
 def test_there_is_no_table_without_a_rival() -> None:
@@ -153,5 +155,5 @@ def test_the_plot_holds_the_measured_points_and_dense_as_a_line() -> None:
 def test_the_readme_gets_the_table(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table:equal_bytes -->\n<!-- /table:equal_bytes -->\n")
-    assert update_readme(readme, records()) == ["equal_bytes"]
+    assert update_readmes([readme], records()) == {readme: ["equal_bytes"]}
     assert "| MLP bytes read | predictor | cats | teal | lowest |" in readme.read_text()

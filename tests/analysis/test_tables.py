@@ -12,10 +12,10 @@ from analysis.tables import (
     all_tables,
     environment_lines,
     main_tables,
-    record_table,
+    record_tables,
     replace_snippets,
     summary_markdown,
-    update_readme,
+    update_readmes,
 )
 
 Records = list[dict[str, Any]]
@@ -199,6 +199,9 @@ def test_speeds_of_several_calls_are_medians_with_ranges() -> None:
     same = call(20.0, 20.0)
     (merged,) = latest_records([same, dict(same)])
     assert (merged["calls"], merged["range"]) == (1, None), "a record that is in two files is one call"
+    faster = {**call(40.0, 40.0), "environment": {**same["environment"], "commit": "abc", "date": "2027-01-01"}}
+    (merged,) = latest_records([same, faster, call(22.0, 22.0)])
+    assert (merged["value"], merged["calls"]) == (40.0, 1), "only the calls of the newest's commit are of one code"
 
 
 def test_each_model_and_text_has_its_own_table(sample_records: Records) -> None:
@@ -230,19 +233,18 @@ def test_speeds_of_two_devices_are_two_measurements_and_perplexities_one(sample_
         elsewhere = {**record, "environment": {**record["environment"], "cpu": "Another CPU"}}
         assert len(latest_records([record, elsewhere])) == num_kept
     elsewhere = {**speed, "environment": {**speed["environment"], "cpu": "Another CPU"}}
-    table = record_table([speed, elsewhere], "decode")
+    (table,) = record_tables([speed, elsewhere], "decode")
     assert table.columns[0] == "device"
     assert [row[0] for row in table.rows] == ["Example CPU <1>", "Another CPU"]
 
 
 def test_a_record_table_has_a_column_for_what_varies_only(sample_records: Records) -> None:
-    table = record_table(sample_records, "decode")
+    decodes = [record for record in sample_records if record["name"] == "decode"]
+    (table,) = record_tables(decodes, "decode")
     assert table.columns == (
         "method", "mlp_density", "metric", "value", "unit", "baseline", "baseline value", "ratio",
     )  # fmt: skip
     assert "phase decode" in table.caption and "batch_size 1" in table.caption
-    with pytest.raises(ValueError, match="no record is named 'prefill'; there are decode, perplexity, training"):
-        record_table(sample_records, "prefill")
 
 
 def test_markdown_escapes_what_would_break_the_table(sample_records: Records) -> None:
@@ -280,11 +282,11 @@ def test_readme_tables_are_rewritten_between_their_markers(tmp_path: Path, sampl
         "# Title\n<!-- table:main -->\nold\n<!-- /table:main -->\ntext\n"
         "<!-- table:kernel -->\nkept\n<!-- /table:kernel -->\nend\n"
     )
-    assert update_readme(readme, sample_records) == ["main"]
+    assert update_readmes([readme], sample_records) == {readme: ["main"]}
     once = readme.read_text()
     assert "old" not in once and "| 0.5 | predictor | 25.0 | 1.250× |" in once and "Measured on" in once
     assert once.startswith("# Title\n<!-- table:main -->\n**") and once.endswith("kept\n<!-- /table:kernel -->\nend\n")
-    update_readme(readme, sample_records)
+    update_readmes([readme], sample_records)
     assert readme.read_text() == once
 
 
@@ -293,7 +295,7 @@ def test_a_readme_table_names_the_machines_of_its_own_records(tmp_path: Path, sa
     prefill = make_record("prefill", {"tp_size": 2}, "tokens_per_s", 5.0, "tokens/s", environment=elsewhere)
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table:main -->\n<!-- /table:main -->\n<!-- table:prefill -->\n<!-- /table:prefill -->\n")
-    update_readme(readme, [*sample_records, prefill])
+    update_readmes([readme], [*sample_records, prefill])
     main, _, other = readme.read_text().partition("<!-- table:prefill -->")
     assert "Example CPU" in main and "Another CPU" not in main
     assert "Another CPU" in other and "Example CPU" not in other
@@ -302,10 +304,10 @@ def test_a_readme_table_names_the_machines_of_its_own_records(tmp_path: Path, sa
 def test_readme_faults_are_named(tmp_path: Path, sample_records: Records) -> None:
     readme = tmp_path / "README.md"
     with pytest.raises(FileNotFoundError, match="no such Markdown file"):
-        update_readme(readme, sample_records)
+        update_readmes([readme], sample_records)
     readme.write_text("nothing")
     with pytest.raises(ValueError, match="has none of the markers <!-- table:main -->"):
-        update_readme(readme, sample_records)
+        update_readmes([readme], sample_records)
     for text in ("<!-- table:main -->", "<!-- /table:main --><!-- table:main -->"):
         with pytest.raises(ValueError, match="one <!-- /table:main --> after it"):
             replace_snippets(text, {"main": "x"})
