@@ -2,8 +2,8 @@
 
 What a request gets does not depend on its neighbours: rows are right-padded, each has its own length in the cache,
 its own sampling stream and its own end. A finished row's place is taken by the next request. Under tensor and pipeline
-parallelism every process runs this same loop over the same requests: all of them hear the chosen tokens (through a
-`TokenExchange`), so all of them take the same decisions, and nobody has to be told.
+parallelism every process runs this same loop over the same requests: all of them get the chosen tokens (through a
+`TokenExchange`), so all of them take the same decisions without further messages.
 
 Legend: B batch, T tokens, V vocabulary.
 """
@@ -102,7 +102,7 @@ def generate(
     `eos_token_ids` None: the model's own; (): none. `decode` turns token ids into text (stop strings need it).
     `timings` is added to. `warm_up`: run a prefill and capture the CUDA graphs of all batch sizes first, so that the
     first request is as fast as the others.
-    `on_token(request_idx, token_id, logprob)` and `on_finish(request_idx, result)` hear of things as they happen.
+    `on_token(request_idx, token_id, logprob)` and `on_finish(request_idx, result)` are called as things happen.
     A request that cannot run (empty, too long for the context, ids outside the vocabulary) gets finish_reason
     `error` and the others run. Logits that are not finite stop everything: ValueError names the request.
     """
@@ -166,7 +166,7 @@ def _refused(request: GenerationRequest, problem: str, decode: Decode | None) ->
 
 
 @cache
-def _tell_of_penalties() -> None:
+def _log_penalties() -> None:
     logger.info(
         "repetition_penalty, no_repeat_ngram_size or bad_words_ids: the host chooses each token, since it knows those "
         "before; no decode step runs ahead of it"
@@ -193,7 +193,7 @@ class _Loop:
         self.is_sparse = model.is_sparse
         use_graphs = can_capture(model)
         if use_graphs and any(row.request.sampling.has_penalties for row in queue):
-            _tell_of_penalties()
+            _log_penalties()
         self.microbatches = [
             Microbatch(
                 model,
@@ -242,7 +242,7 @@ class _Loop:
 
     def run(self, on_token: OnToken | None, finish: Callable[[int, GenerationResult], None]) -> None:
         """Step after step, until nothing is left."""
-        lap_s = time.perf_counter()
+        since_s = time.perf_counter()
         for place in self.exchange.order(len(self.microbatches)):
             microbatch = self.microbatches[place]
             step = microbatch.step
@@ -253,7 +253,7 @@ class _Loop:
                     if on_token is not None:
                         on_token(row.request_idx, token_id, logprob)
                 ended = [idx for idx in step.rows if self._end(microbatch, idx, finish)]
-                lap_s = self._count_time(lap_s, step)
+                since_s = self._count_time(since_s, step)
             microbatch.admit(self.queue, ended)
             if microbatch.step is not None:
                 message = microbatch.run()
@@ -261,17 +261,17 @@ class _Loop:
                     self.exchange.publish(place, message)
                 if microbatch.step.phase == "prefill":
                     self.timings.prefill_tokens += sum(microbatch.rows[row].num_prompt for row in microbatch.step.rows)
-                lap_s = self._count_time(lap_s, microbatch.step)
+                since_s = self._count_time(since_s, microbatch.step)
             if not self.queue and not any(other.rows for other in self.microbatches):
                 return
 
-    def _count_time(self, lap_s: float, step: BatchStep) -> float:
-        """Book the time since the last lap on a step: doing it, or waiting for what comes of it."""
+    def _count_time(self, since_s: float, step: BatchStep) -> float:
+        """Add the time since `since_s` to that of a step's phase: doing it, or waiting for its result. The time now."""
         now_s = time.perf_counter()
         if step.phase == "prefill":
-            self.timings.prefill_s += now_s - lap_s
+            self.timings.prefill_s += now_s - since_s
         else:
-            self.timings.decode_s += now_s - lap_s
+            self.timings.decode_s += now_s - since_s
         return now_s
 
     def _end(self, microbatch: Microbatch, idx: int, finish: Callable[[int, GenerationResult], None]) -> bool:

@@ -228,7 +228,7 @@ def perplexity(
 ) -> Likelihood:
     """Likelihood of one text in windows (see `score_windows`), `max_windows` of them at most.
 
-    `on_window` hears each window's own likelihood. ValueError if a window does not fit the context.
+    `on_window` is called with each window's own likelihood. ValueError if a window does not fit the context.
     """
     check_window(model, window)
     windows = islice(score_windows(token_ids, window, stride), max_windows)

@@ -64,7 +64,7 @@ def generate_on_mesh(
     """`modules.generation.generate` with all ranks (a collective call; the arguments are those of every rank).
 
     `batch_size` is that of a replica, in `pp_size` micro-batches. `on_finish` is called on rank 0 only, for every
-    request, as soon as it has ended; when this returns, rank 0 has heard of all. `on_token` hears of this replica's.
+    request, as soon as it has ended, and for all before this returns; `on_token` for those of this replica.
     `timings` is, in the end, everybody's: tokens of all replicas over the time of the slowest.
     """
     timings = GenerationTimings() if timings is None else timings
@@ -79,7 +79,7 @@ def generate_on_mesh(
             assert watch is not None
             stack.enter_context(watch.on_abort(collector.collect))
 
-        def hear_token(place: int, token_id: int, logprob: float) -> None:
+        def take_token(place: int, token_id: int, logprob: float) -> None:
             collector.collect_now_and_then()
             if on_token is not None:
                 on_token(mine[place], token_id, logprob)
@@ -90,7 +90,7 @@ def generate_on_mesh(
             batch_size=batch_size,
             eos_token_ids=eos,
             decode=decode,
-            on_token=hear_token,
+            on_token=take_token,
             on_finish=(lambda place, result: collector.hand_in(mine[place], result)) if mesh.is_leader else None,
             timings=timings,
             exchange=exchange_of(mesh),

@@ -193,7 +193,7 @@ def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> 
     problem = why_not_fused(model, mesh)
     device = "" if problem else torch.cuda.get_device_name(mesh.device)
     tables = {} if problem else measured_tables(device, mesh.tp_size, hidden_size)
-    # All ranks of all stages must decide alike, before they meet in a collective call and in what they hand on.
+    # All ranks of all stages must decide alike, before their first collective call and in what they hand on.
     same = len(set(mesh.gather((problem, device, repr(tables))))) == 1
     if problem is None and not same:
         problem = "the ranks differ in their GPUs, their hosts or the tables that they know"

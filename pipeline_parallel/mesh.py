@@ -1,7 +1,7 @@
 """Which part of the work is this process's: its place on the axes data, pipeline and tensor parallel.
 
-Consecutive ranks are tensor-parallel neighbours (they talk most, and share a host's fast links), then come pipeline
-stages, then replicas: rank = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank.
+Consecutive ranks are tensor-parallel neighbours (they communicate most, and share a host's fast links), then come
+pipeline stages, then replicas: rank = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ParallelMesh:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process speaks for its replica."""
+        """Whether this process is the first of its replica."""
         return self.pp_rank == 0 and self.tp_rank == 0
 
     def rank_at(self, *, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:

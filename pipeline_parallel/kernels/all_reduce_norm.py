@@ -119,7 +119,7 @@ if triton is not None:
         pointers = ()
         for rank in tl.static_range(WORLD_SIZE):
             pointer = tl.load(table + rank).to(like.dtype)
-            # A number tells nothing of its alignment, and without that a load takes 2 bytes at a time.
+            # The alignment of a number is not known, and without that a load takes 2 bytes at a time.
             pointers = pointers + (tl.multiple_of(pointer, 16),)  # type: ignore[assignment]
         return pointers
 

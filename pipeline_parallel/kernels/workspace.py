@@ -126,7 +126,7 @@ def create_workspace(
 
     Where TORCH_SYMM_MEM_DISABLE_MULTICAST=1 nothing here creates a multicast object, and where it is not set nothing is
     done. ValueError for that, for a shape, type or device that the kernels do not take, for ranks that differ in what
-    they ask for, and inside a graph capture, where ranks cannot meet.
+    they ask for, and inside a graph capture, where ranks cannot wait for each other.
     """
     device = torch.device(device)
     check_request(group.size(), max_tokens, hidden_size, dtype, device)
@@ -211,7 +211,7 @@ def why_multicast_is_unclear() -> str | None:
 
 
 def require_stated_multicast() -> None:
-    """ValueError unless the environment says whether multicast objects may be created; to call before ranks meet."""
+    """ValueError unless the environment says whether multicast objects may be created; call it before ranks connect."""
     problem = why_multicast_is_unclear()
     if problem is not None:
         raise ValueError(problem)

@@ -28,7 +28,6 @@ pytestmark = [
 
 MAX_TOKENS = 13
 MAX_PROGRAMS = 3  # so that a program takes several rows
-WORLD_SIZES = (2, 4)
 PAUSE_S = 0.01  # long enough for the others to go on; a call takes about as long
 
 
@@ -108,8 +107,7 @@ def read_late() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float16), (4, torch.bfloat16)])
 def test_equation_holds_for_any_number_of_tokens(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     pairs = [(count, strategy) for count in token_counts(world_size) for strategy in STRATEGIES]
     calls = [
@@ -119,7 +117,7 @@ def test_equation_holds_for_any_number_of_tokens(world_size: int, dtype: torch.d
     run_calls(calls, world_size, 24, dtype, tmp_path)
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float16), (4, torch.bfloat16)])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float16)])
 def test_copies_leave_what_the_kernel_leaves(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     counts = [count for count in token_counts(world_size) for _ in range(2)]
     calls = [
@@ -130,10 +128,10 @@ def test_copies_leave_what_the_kernel_leaves(world_size: int, dtype: torch.dtype
 
 
 def test_no_row_is_lost_among_many(tmp_path: Path) -> None:
-    """Some 30 a program, of blocks of which the last is shorter."""
-    pairs = [(259, "two-shot"), (77, "one-shot"), (77, "two-shot")]
+    """Some 10 a program, of blocks of which the last is shorter."""
+    pairs = [(77, "two-shot"), (40, "one-shot")]
     calls = [Call(index=index, num_tokens=count, strategy=strategy) for index, (count, strategy) in enumerate(pairs)]
-    run_calls(calls, 3, 8, torch.float16, tmp_path, max_tokens=259)
+    run_calls(calls, 3, 8, torch.float16, tmp_path, max_tokens=77)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -154,16 +152,15 @@ def test_multimem_adds_up_and_stores_every_element(world_size: int, dtype: torch
     run_calls(calls, world_size, 40, dtype, tmp_path, multicast=True)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_a_late_rank_never_sees_the_next_call(world_size: int, tmp_path: Path) -> None:
+def test_a_late_rank_never_sees_the_next_call(tmp_path: Path) -> None:
     counts = [1, 13, 2, 13, 1, 1, 5, 0, 3, 13, 13, 1]
     calls = [
         Call(index=index, num_tokens=count, strategy=STRATEGIES[index // 2 % 2]) for index, count in enumerate(counts)
     ]
-    run_calls(calls, world_size, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=world_size - 1)
+    run_calls(calls, 4, 24, torch.float16, tmp_path, begins=(0, 5, 6), slow_rank=3)
 
 
-@pytest.mark.parametrize(("world_size", "slow_rank"), [(2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "slow_rank"), [(2, 0), (4, 2)])
 def test_a_late_reader_among_copies_sees_its_own_call_and_no_other(
     world_size: int, slow_rank: int, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from modules.decoder import Decoder
-from modules.generation import _tell_of_penalties, generate
+from modules.generation import _log_penalties, generate
 from modules.requests import GenerationRequest
 from modules.sampling import SamplingParams, TokenHistory, penalised
 from scripts.command_line import configure_logging
@@ -113,7 +113,7 @@ def test_steps_in_graphs_take_the_penalties_and_none_runs_ahead(
     sampled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure_logging()
-    _tell_of_penalties.cache_clear()
+    _log_penalties.cache_clear()
     options = {"temperature": 0.8, "top_k": 20, "min_p": 0.01, "seed": 4} if sampled else {}
     model = tiny_decoder(LLAMA, dtype=torch.float64)
     # One row without penalties among them.

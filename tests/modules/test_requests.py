@@ -46,28 +46,19 @@ def text_of(decode: Decode, token_ids: list[int], *stop: str, prompt: list[int])
     [
         # A special token ends the text, alone or with its neighbours, and whatever has gone before.
         (["▁Hello", "<|end|>", "▁now"], ["<|end|>"], "Hello", 2),
-        (["<|x|>", "▁Hello", "<|x|>", "▁world", "<|end|>"], ["<|end|>"], "Hello world", 5),
-        (["▁Hello", ",", "<|end|>", "▁now"], [",<|end|>"], "Hello", 3),
         (["▁Hello", "<|end|>", "▁now"], ["<|end|> now"], "Hello", 3),
-        (["<|end|>"], ["<|end|>"], "", 1),
         # A string with a space before it, as the first word and later.
         (["▁Paris", "▁now"], [" Paris"], "", 1),
         (["▁Hello", "▁Paris"], [" Paris"], "Hello", 2),
-        (["<|x|>", "▁Paris", "▁now"], [" Paris"], "", 2),
         (["▁Hello", "▁Paris"], ["Paris"], "Hello ", 2),
         # A string that spans tokens, and one that begins or lies within one.
         (["▁Hello", "ST", "OP", "▁now"], ["never", "STOP"], "Hello", 3),
-        (["▁Hello", "▁ParisST", "OP"], ["STOP"], "Hello Paris", 3),
         (["▁ParisST", "OP"], ["STOP"], "Paris", 2),
-        (["▁Hello", "▁Paris"], ["ari"], "Hello P", 2),
         # One that a special token interrupts: the text that is given out would hold it.
-        (["▁Hello", "ST", "<|x|>", "OP", "▁now"], ["STOP"], "Hello", 4),
         (["▁Hello", "ST", *["<|x|>"] * 40, "OP", "▁now"], ["STOP"], "Hello", 43),
-        (["▁ParisST", "<|x|>", "OP"], ["ST<|x|>OP"], "Paris", 3),
         (["<|x|>", "▁ParisST", "<|x|>", "OP"], ["ST<|x|>OP"], "Paris", 4),
         # One that begins within the name of a special token: nothing of the name is given out.
         (["▁Hello", "▁now", "<|end|>", "▁world"], ["d|> wor"], "Hello now", 4),
-        (["▁Hello", "<|end|>", "▁world"], ["end"], "Hello", 2),
         # The earliest of several.
         (["▁Hello", "ST", "OP"], ["OP", "ST", "P"], "Hello", 2),
         (["▁ParisST", "<|end|>"], ["ST<|end|>", "is"], "Par", 1),

@@ -35,8 +35,7 @@ NO_VECTORS: dict[str, Any] = {**dict.fromkeys(VECTORS), "kind": "none", "eps": 0
 INTEGERS = ("first_partial_row", "first_hidden_row", "num_rows", "rank", "tag")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float16), (8, torch.bfloat16)])
 def test_reference_follows_the_equation(world_size: int, dtype: torch.dtype) -> None:
     options = [OPTIONS, (), *((option,) for option in OPTIONS)]
     for index, (kind, num_tokens, present) in enumerate(product(KINDS, (0, 1, 77), options)):
@@ -85,16 +84,12 @@ def workspace_on_cpu(programs: int = 64) -> Workspace:
         ({"kind": "batch"}, "kind 'batch' is not one of rms, layer, none"),
         ({"strategy": "ring"}, "strategy 'ring' is not one of one-shot, two-shot"),
         ({"max_programs": 0}, "max_programs must be at least 1, in two-shot 0, got 0"),
-        ({"max_programs": -1, "strategy": "two-shot"}, "max_programs must be at least 1, in two-shot 0, got -1"),
         ({"num_tokens": 6}, "num_tokens 6 is not within the workspace's 0 to 5"),
-        ({"num_tokens": -1}, "num_tokens -1 is not within"),
         ({"own": torch.zeros(3, 47)}, r"own \(3, 47\) is not of shape \(3, 48\)"),
         ({"own": torch.zeros(3, 48), "strategy": "two-shot"}, "own: only one-shot reads what is not in the workspace"),
         ({"residual": torch.zeros(2, 48)}, r"residual \(2, 48\) is not of shape \(3, 48\)"),
         ({"strategy": "two-shot"}, r"residual \(3, 48\) is not of shape \(1, 48\)"),
-        ({"residual": torch.zeros(3, 48, dtype=torch.bfloat16)}, "residual is torch.bfloat16"),
         ({"residual": torch.zeros(48, 3).T}, "residual is not contiguous"),
-        ({"weight": torch.zeros(47)}, r"weight \(47,\) is not of shape"),
         ({"norm_bias": torch.zeros(48, dtype=torch.int32)}, "norm_bias is torch.int32"),
         ({"bias": torch.zeros(48, device="meta")}, "bias is on meta, not on cpu"),
     ],
@@ -174,11 +169,17 @@ def assert_assembles_without_spills(ptx: str) -> None:
 
 @needs_triton
 @compiles
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("strategy", "transport"), [("one-shot", "p2p"), ("two-shot", "p2p"), ("two-shot", "multimem")]
+    ("hidden_size", "world_size", "strategy", "transport", "dtype"),
+    [
+        (3072, 2, "one-shot", "p2p", "bf16"),
+        (8192, 4, "one-shot", "p2p", "fp16"),
+        (4096, 4, "two-shot", "p2p", "fp16"),
+        (8192, 4, "two-shot", "p2p", "bf16"),
+        (3072, 2, "two-shot", "multimem", "fp16"),
+        (8192, 4, "two-shot", "multimem", "bf16"),
+    ],
 )
-@pytest.mark.parametrize(("hidden_size", "world_size"), [(3072, 2), (4096, 4), (8192, 4)])
 def test_kernel_moves_16_bytes_at_a_time_between_acquire_and_release(
     hidden_size: int, world_size: int, strategy: str, transport: str, dtype: str,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -211,13 +212,8 @@ def test_kernel_moves_16_bytes_at_a_time_between_acquire_and_release(
         assert (len(loads), len(stores)) == (world_size + 3 + 2, copies + 2)
 
     # In order of the program text: tables, the signal, what is local, the wait, what is not; stores, the exit.
-    entry = [
-        "signal",
-        "load residual",
-        *(f"load {name}" for name in ("bias", "weight", "norm_bias")),
-        "wait",
-        "barrier",
-    ]
+    local = [f"load {name}" for name in ("residual", "bias", "weight", "norm_bias")]
+    entry = ["signal", *local, "wait", "barrier"]
     middle = ["load sum"] if transport == "multimem" else ["load peer"] * world_size
     last = {"one-shot": ["store hidden"], "two-shot": ["store peer"] * world_size}[strategy]
     middle += (["store all"] if transport == "multimem" else last) + ["store new_residual"]
