@@ -147,7 +147,7 @@ def test_at_most_one_shard_is_open_at_a_time(tmp_path: Path, convert: Convert, m
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type 'qwen2' is not supported; supported: llama, opt"),
+        ({"model_type": "gemma"}, "model_type 'gemma' is not supported; supported: llama, opt, qwen2, mistral"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),
         ({"num_hidden_layers": 2}, "the tensors do not fit the config: unknown model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 4}, "missing model.layers.3.input_layernorm.weight"),

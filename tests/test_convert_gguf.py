@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from convert_llama_checkpoint import Options, main
 from modules.checkpoint.gguf import GgufFile
 from modules.checkpoint.load import load_config, load_model
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from tests.modules.tiny_kinds import LLAMA, LLAMA3_SCALING, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
@@ -42,7 +42,7 @@ def write_gguf(
     tokens: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> None:
     """A GGUF of `tiny_hf_model(hf_config)`, as llama.cpp's converter lays it out, with a byte-level tokenizer."""
-    config = ModelConfig.from_hf(hf_config)
+    config = from_hf_config(hf_config)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -148,7 +148,7 @@ def assert_read_by_older_transformers(folder: Path, hf_config: dict[str, Any]) -
     """They know neither rope_parameters nor dtype, and take their defaults without a word."""
     config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"], config["dtype"]
-    assert ModelConfig.from_hf(config) == load_config(folder)
+    assert from_hf_config(config) == load_config(folder)
     assert config["torch_dtype"] == "float32" and config["rope_theta"] == hf_config["rope_theta"]
     assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
 
@@ -164,7 +164,7 @@ def test_llama3_frequencies_of_a_gguf_become_its_rope_scaling(tmp_path: Path) ->
     with pytest.raises(ValueError, match="rope_freqs.weight is not Llama 3.1's scaling; convert the original"):
         convert(path)
     write_gguf(path, scaled, extra={"rope_freqs.weight": factors}, rule="llama-bpe", add_bos=True)
-    assert load_config(convert(path)) == ModelConfig.from_hf(scaled | {"head_dim": 8})
+    assert load_config(convert(path)) == from_hf_config(scaled | {"head_dim": 8})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.tokenize("12345") == ["123", "4", "5"]  # cut into three digits; a whole token needs no merge
     assert tokenizer("a").input_ids[0] == 1
@@ -186,10 +186,10 @@ def test_a_gguf_with_a_tokenizer_that_cannot_be_built_is_one_line(
 def test_gguf_files_that_would_lose_something_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, GGUF, extra={"blk.0.attn_q.bias": np.ones(64, dtype=np.float32)})
-    with pytest.raises(ValueError, match="the tensors do not fit a Llama: unknown blk.0.attn_q.bias"):
+    with pytest.raises(ValueError, match="the tensors do not fit 'llama': unknown blk.0.attn_q.bias"):
         convert(path)
-    write_gguf(path, GGUF, architecture="qwen2")
-    with pytest.raises(ValueError, match="GGUF architecture 'qwen2'; supported: llama"):
+    write_gguf(path, GGUF, architecture="gemma")
+    with pytest.raises(ValueError, match="GGUF architecture 'gemma'; supported: llama, qwen2"):
         convert(path)
     write_gguf(path, GGUF)
     whole = path.read_bytes()

@@ -1,7 +1,6 @@
-"""Reading a Llama from a GGUF file: dequantised tensor by tensor, under Hugging Face's names and head layout.
+"""Reading a GGUF file: dequantised tensor by tensor, under Hugging Face's names and head layout.
 
-GGUF (ggml-org/ggml docs/gguf.md) keeps the pairs of a rotary dimension interleaved, where Hugging Face keeps them
-in halves, so query and key projections are reordered. What cannot be carried over is refused.
+A family says what its files are called inside (`Gguf`). What cannot be carried over is refused.
 """
 
 from dataclasses import replace
@@ -15,29 +14,19 @@ from torch import Tensor
 
 from modules.checkpoint.layout import EMBEDDINGS, HEAD
 from modules.config import ModelConfig
-from modules.families.registry import rope_keys
+from modules.families.llama import rope_keys
+from modules.families.registry import FAMILIES, from_hf_config
 from modules.positions import rotary_frequencies
-from modules.specs import RopeScaling
+from modules.specs import Rope, RopeScaling
 
-LAYER_TENSORS = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufFile:
-    """A GGUF file of a Llama: `hf_config` as Hugging Face would spell it, and its tensors by part (float32).
+    """A GGUF file: `hf_config` as Hugging Face would spell it, and its tensors by part (float32).
 
-    Raises ValueError for a damaged file, another architecture, tensors that a Llama does not have, or a rotary
-    scaling that cannot be expressed.
+    Raises ValueError for a damaged file, an architecture that no family has, tensors that do not belong to it, or a
+    rotary scaling that cannot be expressed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,12 +39,18 @@ class GgufFile:
             raise ValueError(f"{path}: cannot be read, truncated or not GGUF: {error}") from error
         if end > path.stat().st_size:
             raise ValueError(f"{path}: truncated: {path.stat().st_size} bytes, its tensors end at {end}")
-        if self.field("general.architecture") != "llama":
-            raise ValueError(f"{path}: GGUF architecture {self.field('general.architecture')!r}; supported: llama")
+        architecture = self.field("general.architecture")
+        families = {family.gguf.architecture: name for name, family in FAMILIES.items() if family.gguf is not None}
+        if architecture not in families:
+            raise ValueError(f"{path}: GGUF architecture {architecture!r}; supported: {', '.join(families)}")
+        self.model_type = families[architecture]
+        found = FAMILIES[self.model_type].gguf
+        assert found is not None
+        self.gguf = found
         self.hf_config = self._hf_config()
         self.config = self._parsed()
         self.hf_config["head_dim"] = self.config.head_dim
-        rotary_dim = self.field("llama.rope.dimension_count", self.config.head_dim)
+        rotary_dim = self.field(f"{architecture}.rope.dimension_count", self.config.head_dim)
         if rotary_dim != self.config.head_dim:
             raise ValueError(
                 f"{self.path}: rotary over {rotary_dim} of {self.config.head_dim} dims of a head is not supported"
@@ -63,7 +58,7 @@ class GgufFile:
         self._names = self._gguf_names()
         self._check_names()
         if ROPE_FACTORS in self._tensors:
-            self.hf_config |= rope_keys(self.hf_config["rope_theta"], self._llama3_scaling())
+            self.hf_config |= rope_keys(self._scaled_rope())
             self.config = self._parsed()
 
     def field(self, name: str, default: Any = None) -> Any:
@@ -92,47 +87,48 @@ class GgufFile:
             "self_attn.q_proj.weight": self.config.num_attention_heads,
             "self_attn.k_proj.weight": self.config.num_key_value_heads,
         }.get(key)
-        if heads is None or weight.shape[0] != heads * self.config.head_dim:
+        if not self.gguf.interleaved or heads is None or weight.shape[0] != heads * self.config.head_dim:
             return weight  # a wrong shape is reported by whoever asked
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
     def _parsed(self) -> ModelConfig:
         try:
-            return ModelConfig.from_hf(self.hf_config)
+            return from_hf_config(self.hf_config)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
 
     def _hf_config(self) -> dict[str, Any]:
+        of_family = self.gguf.architecture
+
         def required(name: str) -> Any:
-            value = self.field(f"llama.{name}")
+            value = self.field(f"{of_family}.{name}")
             if value is None:
-                raise ValueError(f"{self.path}: GGUF metadata lacks llama.{name}")
+                raise ValueError(f"{self.path}: GGUF metadata lacks {of_family}.{name}")
             return value
 
         if "token_embd.weight" not in self._tensors:
             raise ValueError(f"{self.path}: missing token_embd.weight")
-        rope = None
-        scaling = self.field("llama.rope.scaling.type")
+        rope = Rope(theta=self.field(f"{of_family}.rope.freq_base", 10000.0))
+        scaling = self.field(f"{of_family}.rope.scaling.type")
         if scaling == "linear":
-            rope = {"rope_type": "linear", "factor": required("rope.scaling.factor")}
+            rope = replace(rope, scaling=RopeScaling(kind="linear", factor=required("rope.scaling.factor")))
         elif scaling not in (None, "none"):
             raise ValueError(f"{self.path}: rope scaling {scaling!r} is not supported; convert the original checkpoint")
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [self.gguf.hf_class],
+            "model_type": self.model_type,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "hidden_size": required("embedding_length"),
             "intermediate_size": required("feed_forward_length"),
             "num_hidden_layers": required("block_count"),
             "num_attention_heads": required("attention.head_count"),
-            "num_key_value_heads": self.field("llama.attention.head_count_kv"),
-            "head_dim": self.field("llama.attention.key_length"),
+            "num_key_value_heads": self.field(f"{of_family}.attention.head_count_kv"),
+            "head_dim": self.field(f"{of_family}.attention.key_length"),
             "max_position_embeddings": required("context_length"),
             "hidden_act": "silu",
             "rms_norm_eps": required("attention.layer_norm_rms_epsilon"),
-            **rope_keys(self.field("llama.rope.freq_base", 10000.0), rope),
-            "attention_bias": False,
-            "mlp_bias": False,
+            **rope_keys(rope),
+            **self.gguf.unsaid,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._ends_of_text(),
@@ -150,7 +146,7 @@ class GgufFile:
     def _gguf_names(self) -> dict[tuple[str, str], str]:
         names = {(EMBEDDINGS, "embed_tokens.weight"): "token_embd.weight"}
         for layer_idx in range(self.config.num_hidden_layers):
-            for key, name in LAYER_TENSORS.items():
+            for key, name in self.gguf.layer.items():
                 names[str(layer_idx), key] = f"blk.{layer_idx}.{name}"
         head = "token_embd.weight" if self.config.tie_word_embeddings else "output.weight"
         return names | {(HEAD, "norm.weight"): "output_norm.weight", (HEAD, "lm_head.weight"): head}
@@ -164,21 +160,15 @@ class GgufFile:
             if names
         ]
         if problems:
-            raise ValueError(f"{self.path}: the tensors do not fit a Llama: {'; '.join(problems)}")
+            raise ValueError(f"{self.path}: the tensors do not fit {self.gguf.architecture!r}: {'; '.join(problems)}")
 
-    def _llama3_scaling(self) -> dict[str, Any]:
-        """The scaling of Llama 3.1 behind the file's divisors of the rotary frequencies."""
+    def _scaled_rope(self) -> Rope:
+        """With the scaling of Llama 3.1 behind the file's divisors of the rotary frequencies."""
         factors = torch.from_numpy(np.array(self._tensors[ROPE_FACTORS].data, dtype=np.float32))
-        scaling = RopeScaling(kind="llama3", factor=float(factors.max()))
-        head_dim, rope = self.config.head_dim, self.config.layers[0].attention.rope
+        head_dim, rope = self.config.layers[0].attention.head_dim, self.config.layers[0].attention.rope
         assert rope is not None
-        implied = rotary_frequencies(rope, head_dim) / rotary_frequencies(replace(rope, scaling=scaling), head_dim)
+        scaled = replace(rope, scaling=RopeScaling(kind="llama3", factor=float(factors.max())))
+        implied = rotary_frequencies(rope, head_dim) / rotary_frequencies(scaled, head_dim)
         if implied.shape != factors.shape or not torch.allclose(implied, factors, rtol=1e-3):
             raise ValueError(f"{self.path}: {ROPE_FACTORS} is not Llama 3.1's scaling; convert the original checkpoint")
-        return {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
+        return scaled

@@ -1,12 +1,14 @@
-"""Which tensor of a checkpoint is which parameter of the decoder: the only table of Hugging Face's weight names."""
+"""Which tensor of a checkpoint is which parameter of the decoder, by the rules of its family."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from modules.config import ModelConfig
+from modules.families.family import Rename, Transpose
+from modules.families.registry import FAMILIES
 
 EMBEDDINGS = "embs"
 HEAD = "lm_head"
@@ -24,59 +26,6 @@ class TensorLocation:
     key: str
     transposed: bool = False
 
-
-@dataclass(frozen=True, kw_only=True)
-class FamilyNames:
-    """One family's names. Left of each pair: the decoder's module; right: Hugging Face's, without prefixes."""
-
-    prefixes: tuple[str, ...]  # before every name of the body; base models are saved without "model."
-    body: dict[str, str]
-    head: dict[str, str]
-    attention: dict[str, str]
-    mlp: dict[str, str]
-    attention_norm: str  # pre-norm: before attention; post-norm: after it
-    mlp_norm: str
-    final_norm: str
-
-
-FAMILIES = {
-    "llama": FamilyNames(
-        prefixes=("model.", ""),
-        body={"embeddings.tokens": "embed_tokens"},
-        head={"lm_head": "lm_head"},
-        attention={
-            "q_proj": "self_attn.q_proj",
-            "k_proj": "self_attn.k_proj",
-            "v_proj": "self_attn.v_proj",
-            "o_proj": "self_attn.o_proj",
-        },
-        mlp={"gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"},
-        attention_norm="input_layernorm",
-        mlp_norm="post_attention_layernorm",
-        final_norm="norm",
-    ),
-    "opt": FamilyNames(
-        prefixes=("model.decoder.", "decoder.", ""),
-        body={
-            "embeddings.tokens": "embed_tokens",
-            "embeddings.positions": "embed_positions",
-            "embeddings.project_in": "project_in",
-        },
-        head={"lm_head": "lm_head", "project_out": "project_out"},
-        attention={
-            "q_proj": "self_attn.q_proj",
-            "k_proj": "self_attn.k_proj",
-            "v_proj": "self_attn.v_proj",
-            "o_proj": "self_attn.out_proj",
-        },
-        mlp={"up_proj": "fc1", "down_proj": "fc2"},
-        attention_norm="self_attn_layer_norm",
-        mlp_norm="final_layer_norm",
-        final_norm="final_layer_norm",
-    ),
-}
-# A mixture of both has Llama's names, and OPT's for what only OPT has.
-FAMILIES["decoder"] = replace(FAMILIES["llama"], body=FAMILIES["opt"].body, head=FAMILIES["opt"].head)
 
 # Output projections are held unit-major: turned once, at load. Their bias belongs to the half-block.
 OUTPUT_PROJECTIONS = ("o_proj", "down_proj")
@@ -105,27 +54,28 @@ def tensor_locations(model: nn.Module, config: ModelConfig) -> dict[str, TensorL
 
 def _module_locations(config: ModelConfig) -> dict[str, TensorLocation]:
     """Every module that may hold parameters -> part, name without `.weight`, whether its weight is turned."""
-    names = FAMILIES[config.model_type]
-    located = {module: TensorLocation(EMBEDDINGS, name) for module, name in names.body.items()}
-    located |= {module: TensorLocation(HEAD, name) for module, name in names.head.items()}
+    family = FAMILIES[config.model_type]
+
+    def located_in(part: str, prefix: str, rules: tuple[Rename, ...]) -> dict[str, TensorLocation]:
+        return {prefix + rule.module: TensorLocation(part, rule.key, isinstance(rule, Transpose)) for rule in rules}
+
+    located = located_in(EMBEDDINGS, "", family.embeddings) | located_in(HEAD, "", family.head)
     for layer_idx in range(config.num_hidden_layers):
         part = str(layer_idx)
         attention, mlp = f"half_blocks.{2 * layer_idx}", f"half_blocks.{2 * layer_idx + 1}"
-        for half_block, block_names in ((attention, names.attention), (mlp, names.mlp)):
-            for module, name in block_names.items():
-                turned = module in OUTPUT_PROJECTIONS
-                located[f"{half_block}.block.{module}"] = TensorLocation(part, name, turned)
+        located |= located_in(part, f"{attention}.block.", family.attention)
+        located |= located_in(part, f"{mlp}.block.", family.feed_forward)
         if config.pre_norm:
             # A half-block owns the norm that follows it, which is the next one's: see Decoder.
             before = "first_norm" if layer_idx == 0 else f"half_blocks.{2 * layer_idx - 1}.norm"
-            located[before] = TensorLocation(part, names.attention_norm)
-            located[f"{attention}.norm"] = TensorLocation(part, names.mlp_norm)
+            located[before] = TensorLocation(part, family.attention_norm)
+            located[f"{attention}.norm"] = TensorLocation(part, family.feed_forward_norm)
         else:
-            located[f"{attention}.norm"] = TensorLocation(part, names.attention_norm)
-            located[f"{mlp}.norm"] = TensorLocation(part, names.mlp_norm)
+            located[f"{attention}.norm"] = TensorLocation(part, family.attention_norm)
+            located[f"{mlp}.norm"] = TensorLocation(part, family.feed_forward_norm)
     if config.pre_norm:
         last = f"half_blocks.{2 * config.num_hidden_layers - 1}.norm"
-        located[last] = TensorLocation(HEAD, names.final_norm)
+        located[last] = TensorLocation(HEAD, family.final_norm)
     return located
 
 

@@ -33,6 +33,7 @@ from modules.checkpoint.sources import (
 )
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.shards import own_tensor, set_parameter, take_part
 
 Device = torch.device | str
@@ -73,9 +74,9 @@ def read_hf_config(source_dir: str | Path) -> dict[str, Any]:
 
 
 def parse_config(hf_config: Mapping[str, Any], path: Path) -> ModelConfig:
-    """`ModelConfig.from_hf`, whose ValueError then names the file."""
+    """`from_hf_config`, whose ValueError then names the file."""
     try:
-        return ModelConfig.from_hf(hf_config)
+        return from_hf_config(hf_config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

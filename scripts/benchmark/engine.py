@@ -15,6 +15,7 @@ from loguru import logger
 from analysis.results import Record, append_record, make_record
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.linear import bytes_held
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.engine import generate_on_mesh, parallelise
@@ -171,7 +172,7 @@ def run(options: Options, name: str, speed: Speed, *, overlap_tokens: int = 0) -
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
     shape = find_shape(options.shape)
-    config = ModelConfig.from_hf(HF_CONFIGS[shape])
+    config = from_hf_config(HF_CONFIGS[shape])
     prompts = [request.prompt_token_ids for request in requests(options, config, NUM_CHECKED)]
     baselines: dict[str, Speeds] = {}
     expected: list[list[float]] = []

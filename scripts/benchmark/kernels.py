@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from analysis.results import Record, append_record, make_record
 from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import sparse_mlp
@@ -144,7 +145,7 @@ class Bench:
 def main(options: Options) -> list[Record]:
     """Append one record per density, batch size and baseline."""
     device = resolve_device(options.device)
-    config = ModelConfig.from_hf(HF_CONFIGS[find_shape(options.shape)])
+    config = from_hf_config(HF_CONFIGS[find_shape(options.shape)])
     generator = torch.Generator(device).manual_seed(options.seed)
     dtype = getattr(torch, options.dtype)
     bench = Bench(options, config, device, dtype, generator, measure_read_ceiling(device))

@@ -20,8 +20,8 @@ from loguru import logger
 from torch import Tensor
 
 from analysis.results import Record
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from pipeline_parallel.all_reduce_choice import SplitPoint, write_split_points
 from pipeline_parallel.engine import parallelise
 from pipeline_parallel.fused_add_norm import FusedAddNorm, choose_all_reduce, describe_all_reduce
@@ -54,7 +54,7 @@ def tune_splits(options: EngineOptions) -> list[SplitPoint]:
     device = current_launch().device or resolve_device(options.device)
     mesh = ParallelMesh.from_process_group(options.tp_size, options.pp_size, device)
     shape = find_shape(options.shape)
-    config = ModelConfig.from_hf(HF_CONFIGS[shape])
+    config = from_hf_config(HF_CONFIGS[shape])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_weights(
         shape, config, seed=options.seed, dtype=dtype, device=device, prepare=lambda whole: parallelise(whole, mesh)

@@ -12,8 +12,8 @@ import torch
 
 from data.corpora import iter_documents, parse_corpus, token_documents
 from modules.checkpoint.load import load_model, read_hf_config
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.requests import GenerationRequest
 from modules.scoring import Window, check_window, score_windows
 from pipeline_parallel.mesh import ParallelMesh
@@ -74,7 +74,7 @@ def load_subject(options: SubjectOptions, device: torch.device, *, num_layers: i
             raise ValueError("--corpus goes with --model: random weights have no perplexity worth measuring")
         shape = find_shape(options.shape)
         hf_config = HF_CONFIGS[shape] | ({} if num_layers is None else {"num_hidden_layers": num_layers})
-        config = ModelConfig.from_hf(hf_config)
+        config = from_hf_config(hf_config)
         dtype = resolve_dtype(options.dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         model = random_weights(shape, config, seed=options.seed, dtype=dtype, device=device)
         return Subject(

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from modules.specs import Dense, Grouped, LayerSpec, Rope, Sliding
 from tests.modules.families.test_registry import mixture
 from tests.modules.tiny_kinds import KINDS
 
-CONFIGS = {name: ModelConfig.from_hf(hf_config) for name, hf_config in KINDS.items()}
+CONFIGS = {name: from_hf_config(hf_config) for name, hf_config in KINDS.items()}
 CONFIGS["mixture"] = mixture("relu", "rotary", "rms")
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from modules.checkpoint.load import random_model
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.generation import generate, prefill
 from modules.graphs import DecodeGraphs, StepInputs
 from modules.requests import GenerationRequest, GenerationResult
@@ -218,13 +218,13 @@ def test_graphs_of_several_sizes_replayed_in_mixed_order_equal_eager_steps(graph
 @pytest.mark.cuda
 @torch.inference_mode()
 def test_captured_graphs_replayed_in_mixed_order_equal_eager_steps() -> None:
-    config = ModelConfig.from_hf(LLAMA)
+    config = from_hf_config(LLAMA)
     compare_with_eager(random_model(config, std=0.2, device="cuda"), 1e-3)
 
 
 @pytest.mark.cuda
 def test_generation_in_captured_graphs_equals_the_cpu() -> None:
-    config = ModelConfig.from_hf(LLAMA)
+    config = from_hf_config(LLAMA)
     on_cpu = random_model(config, std=0.2)
     on_gpu = random_model(config, std=0.2, device="cuda")
     on_gpu.load_state_dict(on_cpu.state_dict())

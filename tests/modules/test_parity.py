@@ -9,8 +9,8 @@ from torch import Tensor
 from modules.checkpoint.layout import expected_shapes
 from modules.checkpoint.load import build_on_meta, load_weights
 from modules.checkpoint.sources import StateDict
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from tests.modules.tiny_kinds import KINDS, OPT, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
@@ -46,7 +46,7 @@ def test_logits_match_hugging_face(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_hub_and_transformers_spellings_give_one_config(kind: str) -> None:
     respelled = tiny_hf_model(KINDS[kind]).config.to_dict()
-    ours, theirs = ModelConfig.from_hf(KINDS[kind]), ModelConfig.from_hf(respelled)
+    ours, theirs = from_hf_config(KINDS[kind]), from_hf_config(respelled)
     assert {**vars(ours), "pad_token_id": None} == {**vars(theirs), "pad_token_id": None}
 
 
@@ -113,7 +113,7 @@ def test_dense_opt_keeps_its_golden_value() -> None:
         count = torch.arange(old.numel(), dtype=torch.float64).view(old.shape)
         value = torch.sin(count * 1.7 + 13.0 * idx) * 0.3
         weights[name] = value + 1.0 if name.endswith("norm.weight") else value
-    config = ModelConfig.from_hf(OPT)
+    config = from_hf_config(OPT)
     model = build_on_meta(config)
     load_weights(model, StateDict(weights, config, expected_shapes(model, config), "formula"))
     token_ids = (torch.arange(32) * 37 % 128 + 3)[None]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.sampling import mix_seed
 from modules.sparsity import BLOCKS, ActiveSet, BlockStats, SelectionContext, SparsityStats, num_kept
 from sparse_predictor.methods.oracle import OracleSelector
@@ -43,7 +43,7 @@ OPT = {
 
 def tiny(hf: dict, dtype: torch.dtype = torch.float32) -> Decoder:
     torch.manual_seed(3)
-    model = Decoder(ModelConfig.from_hf(hf)).eval()
+    model = Decoder(from_hf_config(hf)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from modules import training
 from modules.checkpoint.write import hf_state_dict
-from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.families.registry import to_hf_config
+from modules.families.registry import from_hf_config, to_hf_config
 from modules.normalization import Norm
 from modules.training import (
     NextTokenLoss,
@@ -56,7 +55,7 @@ def test_steps_are_those_of_a_few_lines_on_hugging_faces_class(
     hf_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "REPORT_EVERY", 1)
-    model = initialised_model(ModelConfig.from_hf(hf_config), seed=4)
+    model = initialised_model(from_hf_config(hf_config), seed=4)
     options = TrainingOptions(steps=5, batch_windows=3, window=12, learning_rate=3e-3, seed=2)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model.config))).train()
     theirs.load_state_dict(hf_state_dict(model), strict=True)

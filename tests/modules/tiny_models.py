@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from modules.checkpoint.layout import expected_shapes
 from modules.checkpoint.load import build_on_meta, load_weights
 from modules.checkpoint.sources import StateDict
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 
 
 def tiny_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
@@ -32,7 +32,7 @@ def tiny_hf_model(hf_config: dict[str, Any], seed: int = 0) -> PreTrainedModel:
 
 def tiny_decoder(hf_config: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> Decoder:
     """Our decoder with the weights of `tiny_hf_model(hf_config, seed)`."""
-    config = ModelConfig.from_hf(hf_config)
+    config = from_hf_config(hf_config)
     model = build_on_meta(config)
     weights = tiny_hf_model(hf_config, seed).state_dict()
     load_weights(model, StateDict(weights, config, expected_shapes(model, config), "tiny"), dtype=dtype)

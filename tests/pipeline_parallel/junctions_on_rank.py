@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.checkpoint.load import random_model
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from pipeline_parallel.all_reduce_choice import SplitPoint
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
@@ -69,7 +69,7 @@ def assert_same_every_time(run: Callable[[], list[Tensor]], rank: int, what: str
 
 
 def check(kind: str, mesh: ParallelMesh) -> None:
-    config = ModelConfig.from_hf(KINDS[kind] | SHAPES[kind])
+    config = from_hf_config(KINDS[kind] | SHAPES[kind])
     model = random_model(
         config, seed=0, dtype=torch.bfloat16, device=mesh.device, prepare=lambda whole: parallelise(whole, mesh)
     )

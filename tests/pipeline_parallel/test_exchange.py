@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from modules.checkpoint.load import random_model
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.generation import generate
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
 from modules.sampling import SamplingParams
@@ -46,7 +46,7 @@ class EveryThird:
 
 def rank_model(mesh: ParallelMesh, sparse: bool) -> Decoder:
     """A rank's part of the model."""
-    config = ModelConfig.from_hf(TINY)
+    config = from_hf_config(TINY)
     model = random_model(config, std=0.3, dtype=torch.float64, prepare=lambda whole: parallelise(whole, mesh))
     for layer in model.layers if sparse else ():
         for block in BLOCKS:

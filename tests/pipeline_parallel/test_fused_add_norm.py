@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from modules.checkpoint.load import build_on_meta
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from pipeline_parallel.all_reduce_choice import ChoiceTable
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
@@ -141,7 +141,7 @@ def test_states_that_later_layers_look_back_at_are_kept() -> None:
 
 
 def refusal(hf_config: dict[str, Any], dtype: torch.dtype, device: str, tp_size: int = 2) -> str | None:
-    model, group = build_on_meta(ModelConfig.from_hf(hf_config)).to(dtype), cast(Any, object())
+    model, group = build_on_meta(from_hf_config(hf_config)).to(dtype), cast(Any, object())
     return why_not_fused(model, ParallelMesh(tp_size=tp_size, tp_group=group, device=torch.device(device)))
 
 
@@ -191,7 +191,7 @@ def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
-    model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh)).to(torch.bfloat16)
+    model = build_on_meta(from_hf_config(LLAMA), lambda whole: parallelise(whole, mesh)).to(torch.bfloat16)
     choose_all_reduce(model, mesh, choice)
     if choice == "auto" and transport not in measured:
         assert isinstance(model.add_norm, ReducingAddNorm)
@@ -210,7 +210,7 @@ def test_the_junction_follows_what_was_measured_for_the_transport_there_is(
 
 def test_ranks_that_differ_stay_unfused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = ParallelMesh(tp_size=2, tp_group=cast(Any, object()), device=torch.device("cpu"))
-    model = build_on_meta(ModelConfig.from_hf(LLAMA), lambda whole: parallelise(whole, mesh))
+    model = build_on_meta(from_hf_config(LLAMA), lambda whole: parallelise(whole, mesh))
     monkeypatch.setattr("pipeline_parallel.fused_add_norm.why_not_fused", lambda model, mesh: None)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, "another"])

@@ -15,8 +15,8 @@ from loguru import logger
 from torch import Tensor
 
 from modules.checkpoint.load import build_on_meta
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from pipeline_parallel import overlap
 from pipeline_parallel.all_reduce_choice import SplitPoint
 from pipeline_parallel.fused_add_norm import FusedAddNorm
@@ -202,7 +202,7 @@ def test_what_is_left_alone() -> None:
 
 def chosen(tokens: Any, mesh: ParallelMesh) -> tuple[Decoder, str]:
     """A model for which that was asked, and what was logged."""
-    model = build_on_meta(ModelConfig.from_hf(LLAMA))
+    model = build_on_meta(from_hf_config(LLAMA))
     heard: list[str] = []
     sink = logger.add(heard.append, level="INFO", format="{message}")
     try:

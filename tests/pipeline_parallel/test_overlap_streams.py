@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from modules.checkpoint.load import random_model
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from modules.normalization import add_norm
 from pipeline_parallel import overlap
 from pipeline_parallel.overlap import Overlap
@@ -65,7 +65,7 @@ class Streams:
 def test_streams_wait_for_what_they_need_and_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-block i of half 0 or 1 is ("block", half, i), the junction behind it ("junction", half, i)."""
     streams, tokens = Streams(monkeypatch), random_tokens(3, 7)
-    model = random_model(ModelConfig.from_hf(LLAMA))
+    model = random_model(from_hf_config(LLAMA))
     partials: list[Any] = []
 
     def junction(half: int) -> Any:
@@ -112,7 +112,7 @@ def test_streams_wait_for_what_they_need_and_for_no_more(monkeypatch: pytest.Mon
 
 def test_flash_attentions_mask_of_the_second_half_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU torch makes a mask of it."""
-    model, tokens = random_model(ModelConfig.from_hf(LLAMA)), random_tokens(3, 7)
+    model, tokens = random_model(from_hf_config(LLAMA)), random_tokens(3, 7)
     driver = Overlap(model, 21, (model.add_norm, model.add_norm), ())
     with torch.inference_mode():
         plain = driver(tokens, model.begin(tokens))
@@ -132,7 +132,7 @@ def test_two_streams_of_one_gpu_give_the_whole_passs_states_every_time(
     """With the junction of one rank, which needs no other: streams, memory and attention are those of many."""
     monkeypatch.setattr(overlap, "STEP", 256)
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = ModelConfig.from_hf(LLAMA | sizes | {"max_position_embeddings": 4096})
+    config = from_hf_config(LLAMA | sizes | {"max_position_embeddings": 4096})
     model = random_model(config, dtype=dtype, device="cuda")
     ids = torch.randint(3, config.vocab_size, (3, 700), generator=torch.Generator().manual_seed(0)).cuda()
     lengths = torch.tensor([700, 1, 300], device="cuda")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modules.checkpoint.load import build_on_meta
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.stage import apply_pipeline, plan_stages, stages_of
 from tests.modules.tiny_kinds import KINDS
@@ -59,13 +59,13 @@ def test_stages_without_a_layer_are_refused(num_stages: int) -> None:
 def stage(kind: str, pp_rank: int, pp_size: int) -> Decoder:
     """One stage of a tiny model, on meta."""
     mesh = ParallelMesh(pp_rank=pp_rank, pp_size=pp_size, device=torch.device("cpu"))
-    return build_on_meta(ModelConfig.from_hf(KINDS[kind]), lambda model: apply_pipeline(model, mesh))
+    return build_on_meta(from_hf_config(KINDS[kind]), lambda model: apply_pipeline(model, mesh))
 
 
 @pytest.mark.parametrize("pp_size", [2, 3])
 @pytest.mark.parametrize("kind", ["llama-tied", "llama-biases", "opt-post-norm-projected", "opt-no-final-norm"])
 def test_every_parameter_is_on_one_stage(kind: str, pp_size: int) -> None:
-    whole = build_on_meta(ModelConfig.from_hf(KINDS[kind]))
+    whole = build_on_meta(from_hf_config(KINDS[kind]))
     stages = [stage(kind, pp_rank, pp_size) for pp_rank in range(pp_size)]
     names = [name for part in stages for name, _ in part.named_parameters(remove_duplicate=False)]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters(remove_duplicate=False))

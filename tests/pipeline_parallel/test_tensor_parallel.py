@@ -17,6 +17,7 @@ from modules.checkpoint.load import build_on_meta, load_weights
 from modules.checkpoint.sources import StateDict
 from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.sparsity import BLOCKS, Phase
 from pipeline_parallel.engine import parallelise
 from pipeline_parallel.mesh import ParallelMesh
@@ -90,7 +91,7 @@ def on_meta(config: ModelConfig, mesh: ParallelMesh) -> Decoder:
 
 def cut_model(hf_config: dict[str, Any], tp_size: int, pp_size: int = 1) -> list[Decoder]:
     """Every rank's part of one model, in float64, loaded as from a checkpoint."""
-    config = ModelConfig.from_hf(hf_config)
+    config = from_hf_config(hf_config)
     weights = tiny_hf_model(hf_config).state_dict()
     source = StateDict(weights, config, expected_shapes(build_on_meta(config), config), "tiny")
     ranks = []
@@ -182,7 +183,7 @@ def test_joined_logits_are_the_whole_models_and_padding_never_wins(
 def test_what_ranks_say_of_their_units_becomes_one_score_a_unit(
     num_heads: int, num_groups: int, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ModelConfig.from_hf(grouped(num_heads, num_groups))
+    config = from_hf_config(grouped(num_heads, num_groups))
     ranks = []
     for rank in range(tp_size):
         mesh = ParallelMesh(tp_rank=rank, tp_size=tp_size, device=CPU, tp_group=object())  # type: ignore[arg-type]
@@ -228,7 +229,7 @@ def held_rows(ranks: list[Decoder], name: str) -> Counter[int]:
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(3, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("kind", ["llama-9-heads-3-groups", "llama-tied", "opt", "opt-post-norm-projected"])
 def test_each_row_of_each_parameter_is_where_it_is_needed(kind: str, tp_size: int, pp_size: int) -> None:
-    config = ModelConfig.from_hf(KINDS[kind])
+    config = from_hf_config(KINDS[kind])
     whole = build_on_meta(config)
     ranks = []
     for rank in range(tp_size * pp_size):
@@ -261,7 +262,7 @@ def test_a_tied_head_is_one_parameter_unless_a_pipeline_parts_them() -> None:
 
 
 def test_tensor_parallelism_is_refused_where_it_cannot_be() -> None:
-    config = ModelConfig.from_hf(LLAMA)
+    config = from_hf_config(LLAMA)
     with pytest.raises(ValueError, match="--tp-size 7: this model has 6 attention heads"):
         build_on_meta(config, lambda model: apply_tensor_parallel(model, place(0, 7)))
     model = build_on_meta(config, lambda model: apply_tensor_parallel(model, place(0, 2)))

@@ -9,8 +9,8 @@ from torch import Tensor
 from modules.checkpoint.layout import expected_shapes
 from modules.checkpoint.load import build_on_meta, load_weights
 from modules.checkpoint.sources import StateDict
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.normalization import Norm
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.engine import parallelise
@@ -105,7 +105,7 @@ def fuse(model: Decoder, mesh: ParallelMesh, strategy_for: Callable[[int], str])
 def loaded(
     hf_config: dict[str, Any], mesh: ParallelMesh, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    config = ModelConfig.from_hf(hf_config)
+    config = from_hf_config(hf_config)
     model = build_on_meta(config, lambda whole: parallelise(whole, mesh))
     source = StateDict(dict(weights), config, expected_shapes(build_on_meta(config), config), "tiny")
     load_weights(model, source, dtype=dtype)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from modules.sparsity import num_kept
 from sparse_predictor.labels import LabelDefinition, default_definition, true_active
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT
@@ -58,6 +58,6 @@ def test_shares_outside_zero_to_one_are_refused(share: float) -> None:
 
 
 def test_only_relu_without_a_gate_has_exact_zeros() -> None:
-    assert default_definition(ModelConfig.from_hf(OPT), 0.3) == LabelDefinition(kind="positive", share=0.3)
+    assert default_definition(from_hf_config(OPT), 0.3) == LabelDefinition(kind="positive", share=0.3)
     for hf in (LLAMA, KINDS["opt-gelu"], LLAMA | {"hidden_act": "relu"}):
-        assert default_definition(ModelConfig.from_hf(hf), 0.3) == LabelDefinition(kind="top", share=0.3)
+        assert default_definition(from_hf_config(hf), 0.3) == LabelDefinition(kind="top", share=0.3)

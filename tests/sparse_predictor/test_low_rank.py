@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.low_rank import RIDGE, RegressionSums
 from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank, auto_standin_rank
@@ -89,7 +89,7 @@ OPT_7B = OPT | {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32
 
 @pytest.mark.parametrize("hf", [SMOLLM2, LLAMA_8B, OPT_7B], ids=["smollm2-135m", "llama-3.1-8b", "opt-6.7b"])
 def test_auto_ranks_stay_near_their_share_of_the_mlps_bytes(hf: dict) -> None:
-    config = ModelConfig.from_hf(hf)
+    config = from_hf_config(hf)
     matrices = (3 if config.gated_mlp else 2) * config.hidden_size * config.intermediate_size
     rank, standin_rank = auto_rank(config), auto_standin_rank(config)
     assert rank % 8 == 0 and standin_rank % 8 == 0
@@ -100,7 +100,7 @@ def test_auto_ranks_stay_near_their_share_of_the_mlps_bytes(hf: dict) -> None:
 
 
 def test_auto_rank_of_the_embedded_model_is_64() -> None:
-    assert auto_rank(ModelConfig.from_hf(SMOLLM2)) == 64
+    assert auto_rank(from_hf_config(SMOLLM2)) == 64
 
 
 @given(st.integers(2000, 6000), st.floats(0.01, 0.99), st.integers(0, 99))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from modules.checkpoint.layout import expected_shapes, parts
 from modules.checkpoint.load import load_config, load_model, random_model
 from modules.checkpoint.write import write_checkpoint
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
 from tests.modules.tiny_models import same_weights, save_hf_folder, tiny_decoder, tiny_hf_model
 
@@ -39,7 +39,7 @@ def converted(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kind", LAYOUT_KINDS)
 def test_a_written_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "out", KINDS[kind], tiny_hf_model(KINDS[kind]).state_dict(), model_id="tiny")
-    assert load_config(tmp_path / "out") == ModelConfig.from_hf(KINDS[kind])
+    assert load_config(tmp_path / "out") == from_hf_config(KINDS[kind])
     assert same_weights(load_model(tmp_path / "out"), tiny_decoder(KINDS[kind]))
 
 
@@ -121,7 +121,7 @@ def test_dtype_is_the_files_unless_asked_for(tmp_path: Path) -> None:
 
 def test_every_parameter_has_its_own_place_on_disk() -> None:
     for hf_config in KINDS.values():
-        config = ModelConfig.from_hf(hf_config)
+        config = from_hf_config(hf_config)
         model = random_model(config)
         shapes = expected_shapes(model, config)
         assert list(shapes) == parts(config)
@@ -130,7 +130,7 @@ def test_every_parameter_has_its_own_place_on_disk() -> None:
 
 
 def test_random_models_repeat_by_seed_and_leave_nothing_neutral() -> None:
-    config = ModelConfig.from_hf(KINDS["llama-biases"] | {"tie_word_embeddings": True})
+    config = from_hf_config(KINDS["llama-biases"] | {"tie_word_embeddings": True})
     assert same_weights(random_model(config, seed=3), random_model(config, seed=3))
     assert not same_weights(random_model(config, seed=3), random_model(config, seed=4))
     model = random_model(config, dtype=torch.bfloat16)

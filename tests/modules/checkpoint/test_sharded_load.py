@@ -19,8 +19,8 @@ from modules.checkpoint.load import (
 )
 from modules.checkpoint.sources import StateDict, checkpoint_fingerprint
 from modules.checkpoint.write import write_checkpoint
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.shards import Shard, set_parameter
 from tests.modules.tiny_kinds import KINDS, LLAMA
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
@@ -125,7 +125,7 @@ class CountingSource(StateDict):
     """A source in memory that notes which parts were read."""
 
     def __init__(self, hf_config: dict, **changes: Tensor) -> None:
-        config = ModelConfig.from_hf(hf_config)
+        config = from_hf_config(hf_config)
         weights = tiny_hf_model(hf_config).state_dict() | changes
         super().__init__(weights, config, checkpoint_shapes(config), "tiny")
         self.model = build_on_meta(config)
@@ -199,7 +199,7 @@ def test_a_tied_head_must_equal_the_embeddings_in_the_part_that_a_rank_holds() -
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "llama-biases", "opt-post-norm-projected"])
 def test_the_random_model_of_a_seed_is_one_however_it_is_cut(kind: str) -> None:
-    config = ModelConfig.from_hf(KINDS[kind])
+    config = from_hf_config(KINDS[kind])
     whole = random_model(config, seed=7, std=0.1, dtype=torch.bfloat16)
     for prepare in (cut(0, 2), cut(1, 2), stage(0, 1), stage(1, 3), both(stage(1, 3), cut(1, 2))):
         model = random_model(config, seed=7, std=0.1, dtype=torch.bfloat16, prepare=prepare)
@@ -208,7 +208,7 @@ def test_the_random_model_of_a_seed_is_one_however_it_is_cut(kind: str) -> None:
 
 
 def test_no_two_parameters_of_a_random_model_are_drawn_alike() -> None:
-    model = random_model(ModelConfig.from_hf(LLAMA))
+    model = random_model(from_hf_config(LLAMA))
     queries = [model.attention(layer_idx).q_proj.weight for layer_idx in range(3)]
     assert not torch.equal(queries[0], queries[1]) and not torch.equal(queries[1], queries[2])
     assert not torch.equal(queries[0], model.attention(0).o_proj.weight)

@@ -8,7 +8,7 @@ import torch
 
 from modules.checkpoint.load import load_model, random_model
 from modules.checkpoint.write import CheckpointWriter, hf_state_dict, write_checkpoint, write_model
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from modules.shards import Shard
 from tests.modules.families.test_registry import MIXTURES, mixture
 from tests.modules.tiny_kinds import KINDS, LLAMA
@@ -82,7 +82,7 @@ def test_a_written_model_is_read_as_it_was(tmp_path: Path, activation: str, posi
 
 
 def test_a_part_of_a_model_is_not_written(tmp_path: Path) -> None:
-    model = random_model(ModelConfig.from_hf(LLAMA))
+    model = random_model(from_hf_config(LLAMA))
     model.shards["lm_head.weight"] = Shard(0, ((0, 131),), 131, 131)
     with pytest.raises(ValueError, match="only a whole model can be written"):
         write_model(model, tmp_path / "model", model_id="part")

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from modules.config import FlatFields, ModelConfig, flat_fields
-from modules.families.registry import in_family, to_hf_config
+from modules.families.registry import from_hf_config, in_family, to_hf_config
 from tests.modules.tiny_kinds import KINDS, LLAMA, LLAMA3_SCALING, OPT
 
 
@@ -32,10 +32,10 @@ MIXTURES = list(itertools.product(("relu", "silu"), ("learned", "rotary"), ("lay
 
 @pytest.mark.parametrize("hf_config", KINDS.values(), ids=KINDS.keys())
 def test_a_family_is_written_as_it_is_read(hf_config: dict[str, Any]) -> None:
-    config = ModelConfig.from_hf(hf_config)
+    config = from_hf_config(hf_config)
     written = json.loads(json.dumps(to_hf_config(config)))
     assert written["model_type"] == hf_config["model_type"]
-    assert ModelConfig.from_hf(written) == config == in_family(config)
+    assert from_hf_config(written) == config == in_family(config)
 
 
 @pytest.mark.parametrize(("activation", "positions", "norm"), MIXTURES)
@@ -45,20 +45,20 @@ def test_a_mixture_is_a_family_where_there_is_one(activation: str, positions: st
     assert config.model_type == families.get((activation, positions, norm), "decoder")
     assert dataclasses.replace(config, model_type="decoder") == mixture(activation, positions, norm)
     written = json.loads(json.dumps(to_hf_config(config)))
-    assert ModelConfig.from_hf(written | {"torch_dtype": "float32"}) == config
+    assert from_hf_config(written | {"torch_dtype": "float32"}) == config
 
 
 @pytest.mark.parametrize(("spelt", "read"), [(7, (7,)), ([7, 3], (7, 3)), (None, ())])
 def test_ends_of_text_of_a_mixture_are_spelt_as_in_a_family(spelt: Any, read: tuple[int, ...]) -> None:
     written = to_hf_config(mixture("relu", "rotary", "layer")) | {"eos_token_ids": spelt}
-    assert ModelConfig.from_hf(written).eos_token_ids == read
+    assert from_hf_config(written).eos_token_ids == read
 
 
 def test_rope_scaling_of_a_mixture_comes_back() -> None:
     scaled = KINDS["llama-llama3-scaling"]
-    config = dataclasses.replace(ModelConfig.from_hf(scaled), norm="layer", eos_token_ids=(2, 5))
+    config = dataclasses.replace(from_hf_config(scaled), norm="layer", eos_token_ids=(2, 5))
     assert in_family(config).model_type == "decoder"
-    assert ModelConfig.from_hf(json.loads(json.dumps(to_hf_config(in_family(config))))) == in_family(config)
+    assert from_hf_config(json.loads(json.dumps(to_hf_config(in_family(config))))) == in_family(config)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_rope_scaling_of_a_mixture_comes_back() -> None:
     ],
 )
 def test_what_a_family_cannot_be_is_an_error(hf_config: dict[str, Any], change: dict[str, Any], message: str) -> None:
-    flat = flat_fields(ModelConfig.from_hf(hf_config))
+    flat = flat_fields(from_hf_config(hf_config))
     assert flat is not None
     with pytest.raises(ValueError, match=message):
         to_hf_config(dataclasses.replace(flat, **change).config())
@@ -98,9 +98,7 @@ def test_what_a_family_cannot_be_is_an_error(hf_config: dict[str, Any], change: 
 def test_a_damaged_config_of_a_mixture_is_an_error(change: dict[str, Any], message: str) -> None:
     written = {**to_hf_config(mixture("relu", "rotary", "layer")), **change}
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_hf(
-            {name: value for name, value in written.items() if value is not None or name == "rope_scaling"}
-        )
+        from_hf_config({name: value for name, value in written.items() if value is not None or name == "rope_scaling"})
 
 
 @pytest.mark.parametrize(
@@ -130,12 +128,12 @@ def test_a_value_of_a_wrong_type_size_or_depth_is_one_line_that_names_its_key(hf
     for name in read:
         for value in wrong:
             with contextlib.suppress(ValueError):  # anything else is a fault of ours; some are right for some keys
-                ModelConfig.from_hf({**hf_config, name: value})
+                from_hf_config({**hf_config, name: value})
     sizes = [name for name in read if name.endswith(("_size", "_layers", "_heads", "_dim"))]
     for name in sizes:
         for value in ("x", True, 0, -7, 0.5, 1e30, 10**30, float("nan"), [2], {}):
             with pytest.raises(ValueError, match=f"^config: `{name}`: expected `int"):
-                ModelConfig.from_hf({**hf_config, name: value})
+                from_hf_config({**hf_config, name: value})
 
 
 @pytest.mark.parametrize(
@@ -162,16 +160,16 @@ def test_a_value_of_a_wrong_type_size_or_depth_is_one_line_that_names_its_key(hf
 )
 def test_what_is_wrong_in_a_hugging_face_config_is_said(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        ModelConfig.from_hf(LLAMA | change)
+        from_hf_config(LLAMA | change)
 
 
 def test_a_written_config_is_read_alike_by_older_and_newer_transformers() -> None:
     for kind in ("llama", "llama-llama3-scaling", "llama-linear-scaling", "llama-rope-parameters"):
-        config = ModelConfig.from_hf(KINDS[kind])
+        config = from_hf_config(KINDS[kind])
         written = json.loads(json.dumps(to_hf_config(config)))
         older = {name: value for name, value in written.items() if name != "rope_parameters"}
         newer = {name: value for name, value in written.items() if name not in ("rope_theta", "rope_scaling")}
-        assert ModelConfig.from_hf(older) == ModelConfig.from_hf(newer) == config
+        assert from_hf_config(older) == from_hf_config(newer) == config
         theirs = AutoConfig.for_model(**deepcopy(older)).rope_parameters
         assert config.rope is not None and theirs["rope_theta"] == config.rope.theta
         assert theirs == AutoConfig.for_model(**deepcopy(written)).rope_parameters

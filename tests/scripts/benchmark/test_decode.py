@@ -13,7 +13,7 @@ import scripts.benchmark.decode
 from analysis.results import Record, read_records
 from analysis.tables import all_tables
 from modules.checkpoint.load import load_model, random_model
-from modules.config import ModelConfig
+from modules.families.registry import from_hf_config
 from modules.linear import Linear
 from modules.scoring import windows_likelihood
 from modules.sparsity import ActiveSet, SelectionContext
@@ -38,7 +38,7 @@ from tests.modules.tiny_models import save_hf_folder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, train
 
 CEILING = 10.0  # GB/s, made up: measuring it takes longer than all else here
-CONFIG = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+CONFIG = from_hf_config(HF_CONFIGS["tiny"])
 
 
 @pytest.fixture(autouse=True)

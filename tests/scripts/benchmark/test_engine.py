@@ -12,8 +12,8 @@ import scripts.benchmark.prefill
 from analysis.results import read_records
 from analysis.tables import all_tables
 from modules.checkpoint.load import build_on_meta, random_model
-from modules.config import ModelConfig
 from modules.decoder import Decoder
+from modules.families.registry import from_hf_config
 from modules.generation import generate
 from modules.requests import GenerationRequest
 from pipeline_parallel.communication import ReducingAddNorm
@@ -59,7 +59,7 @@ def test_speeds_of_models_that_differ_are_refused() -> None:
 
 
 def test_another_models_log_probabilities_are_far_from_ours() -> None:
-    config = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+    config = from_hf_config(HF_CONFIGS["tiny"])
     prompts = [list(range(3, 40))]
     ours, other = (echoed(random_model(config, seed=seed), ParallelMesh.single("cpu"), prompts) for seed in (0, 1))
     with pytest.raises(ValueError, match="it is not timed"):
@@ -67,7 +67,7 @@ def test_another_models_log_probabilities_are_far_from_ours() -> None:
 
 
 def test_decoding_that_does_not_agree_with_prefill_is_not_timed() -> None:
-    config = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+    config = from_hf_config(HF_CONFIGS["tiny"])
     model, mesh = random_model(config), ParallelMesh.single("cpu")
     batch = [GenerationRequest(prompt_token_ids=[5, 6, 7], max_new_tokens=3)]
     heard = dict(enumerate(generate(model, batch, eos_token_ids=())))
@@ -78,7 +78,7 @@ def test_decoding_that_does_not_agree_with_prefill_is_not_timed() -> None:
 
 
 def test_the_operations_of_a_prefill_are_two_a_weight_and_the_causal_half_of_attention() -> None:
-    config = ModelConfig.from_hf(HF_CONFIGS["tiny"])
+    config = from_hf_config(HF_CONFIGS["tiny"])
     model = random_model(config)
     body = sum(parameter.numel() for name, parameter in model.named_parameters() if name.endswith("proj.weight"))
     head, queries, tokens = config.vocab_size * config.hidden_size, 8 * 16, 10
@@ -90,7 +90,7 @@ def test_the_operations_of_a_prefill_are_two_a_weight_and_the_causal_half_of_att
 @pytest.mark.parametrize("shape", HF_CONFIGS)
 def test_every_shape_is_found_in_lower_case_and_is_one_that_we_run(shape: str) -> None:
     assert find_shape(shape.lower()) == shape
-    assert ModelConfig.from_hf(HF_CONFIGS[shape]).num_hidden_layers > 0
+    assert from_hf_config(HF_CONFIGS[shape]).num_hidden_layers > 0
 
 
 def test_an_unknown_shape_is_refused_with_those_there_are() -> None:
@@ -106,7 +106,7 @@ OPERATOR: Any = SimpleNamespace(max_tokens=128, transport="p2p", with_own_memory
 def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """Of two ranks, one of which is here."""
     monkeypatch.setattr(ParallelMesh, "gather", lambda self, value: [value, value])
-    made = build_on_meta(ModelConfig.from_hf(LLAMA))
+    made = build_on_meta(from_hf_config(LLAMA))
     made.add_norm = ReducingAddNorm(cast(Any, None))
     return made
 
