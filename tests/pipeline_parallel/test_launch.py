@@ -28,8 +28,8 @@ TOY = str(Path(__file__).with_name("toy_stage.py"))
 ANSWERS = [f"answer {number} of rank {rank}" for rank in range(3) for number in (1, 2)]
 
 
-def start(case: str, folder: Path, world_size: int, *, ready: bool = True, forked: bool = True) -> list[Started]:
-    ranks = start_ranks([TOY, "--case", case, "--folder", str(folder)], world_size, forked=forked)
+def start(case: str, folder: Path, world_size: int, *, ready: bool = True) -> list[Started]:
+    ranks = start_ranks([TOY, "--case", case, "--folder", str(folder)], world_size, forked=True)
     if ready:
         wait_until_ready(folder, world_size)
     return ranks
@@ -86,10 +86,7 @@ def test_a_killed_rank_is_named_under_torchrun_too(tmp_path: Path) -> None:
 
 
 def test_ranks_may_finish_at_different_times_without_a_word(tmp_path: Path) -> None:
-    started = start(
-        "unequal", tmp_path, 2, ready=False, forked=False
-    )  # the interpreter's end may not say a word either
-    ended = wait_all(started, timeout_s=60)
+    ended = wait_all(start("unequal", tmp_path, 2, ready=False), timeout_s=60)
     assert [(one.exit_code, one.stderr) for one in ended] == [(0, ""), (0, "")]
     assert sorted(ended[0].stdout.splitlines()) == sorted(ANSWERS[:4])
 

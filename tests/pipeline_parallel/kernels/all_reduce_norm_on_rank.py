@@ -11,16 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline_parallel.kernels.all_reduce_norm import STRATEGIES, all_reduce_norm
-from pipeline_parallel.kernels.barrier import begin
 from pipeline_parallel.kernels.workspace import NO_MULTICAST, Workspace, create_workspace
 from tests.pipeline_parallel.kernels.all_reduce_norm_cases import Call, handed_over
 
 TOKEN_COUNTS = (0, 1, 3, 77, 255, 257, 1023, 1025)
 SHAPES = ((24, torch.float16), (3072, torch.bfloat16), (16384, torch.float16))
-GRAPH_SHAPE = (4096, torch.bfloat16)
-GRAPH_COUNTS = (1, 77, 257)
-GRAPH_STRATEGIES = ("one-shot", "two-shot", "one-shot", "two-shot")  # the second of copies, the third from `own`
-NUM_REPLAYS = 300
 
 
 def all_calls() -> list[Call]:
@@ -62,56 +57,6 @@ def eager(group: Any, device: torch.device, directory: Path) -> None:
         torch.save([(a.cpu(), b.cpu()) for a, b in results], directory / f"{size}.{workspace.rank}.pt")
 
 
-def graphs(group: Any, device: torch.device, directory: Path) -> None:
-    """Graphs of several counts, replayed by turns with changing inputs, with eager calls in between."""
-    size, dtype = GRAPH_SHAPE
-    workspace = create_workspace(group, max(GRAPH_COUNTS), size, dtype, device)
-    captured: dict[int, tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]] = {}
-    for count in GRAPH_COUNTS:
-        calls = [
-            Call(index=4 * count + position, num_tokens=count, strategy=strategy)
-            for position, strategy in enumerate(GRAPH_STRATEGIES)
-        ]
-        for call in calls:
-            run_call(workspace, call)  # compiles
-        given = [torch.empty(count, size, dtype=dtype, device=device) for _ in calls]
-        torch.cuda.synchronize()
-        graph, results = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            begin(workspace)
-            for position, (call, partial) in enumerate(zip(calls, given, strict=True)):
-                options: dict[str, Any] = {"kind": "rms", "eps": 1e-5, "strategy": call.strategy}
-                options["max_programs"] = 0 if call.may_be_copies else None
-                if position == 2:
-                    options["own"] = partial
-                else:
-                    workspace.partial(count).copy_(partial)
-                results.append(all_reduce_norm(workspace, count, None, None, None, None, **options)[0].clone())
-        captured[count] = (graph, given, results)
-    wrong = torch.zeros((), dtype=torch.bool, device=device)
-    for replay in range(NUM_REPLAYS):
-        count = GRAPH_COUNTS[replay % 3]
-        graph, given, results = captured[count]
-        generator = torch.Generator(device).manual_seed(replay)
-        shape = (len(given), workspace.world_size, count, size)
-        everybody = torch.randn(shape, device=device, generator=generator).to(dtype)
-        for position, partial in enumerate(given):
-            partial.copy_(everybody[position, workspace.rank])
-        if workspace.rank == replay % workspace.world_size:
-            torch.cuda._sleep(100_000)
-        graph.replay()
-        for position, result in enumerate(results):
-            total = everybody[position].float().sum(0)
-            expected = torch.nn.functional.rms_norm(total, (size,), eps=1e-5)
-            wrong |= ~torch.isclose(result.float(), expected, rtol=2**-7, atol=1e-3).all()
-        if replay % 10 == 0:
-            begin(workspace)
-            run_call(workspace, Call(index=replay, num_tokens=3, strategy="one-shot"))
-    torch.cuda.synchronize()
-    assert not wrong, "a replay's result is wrong"
-    assert not workspace.signal_pad.any(), "the signal pad is not zero again"
-
-
 def mismatch(group: Any, device: torch.device, directory: Path) -> None:
     """Ranks that disagree about the number of tokens; what is expected of them is an error."""
     workspace = create_workspace(group, 8, 64, torch.bfloat16, device)
@@ -120,13 +65,13 @@ def mismatch(group: Any, device: torch.device, directory: Path) -> None:
 
 
 def main() -> None:
-    assert os.environ.get(NO_MULTICAST) == "1", f"{NO_MULTICAST}=1 must be set before ranks meet"
+    assert os.environ.get(NO_MULTICAST) == "1", f"{NO_MULTICAST}=1 must be set before any rendezvous"
     mode, directory = sys.argv[1], Path(sys.argv[2])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     group = dist.group.WORLD
-    {"eager": eager, "graphs": graphs, "mismatch": mismatch}[mode](group, device, directory)
+    {"eager": eager, "mismatch": mismatch}[mode](group, device, directory)
     dist.barrier()
     dist.destroy_process_group()
 
