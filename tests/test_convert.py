@@ -1,10 +1,7 @@
 """The converter: every kind of source, streamed, and one clear line for what cannot be converted faithfully."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from modules.checkpoint.load import load_model
 from modules.checkpoint.sources import ShardFiles
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
+from tests.pipeline_parallel.launching import start_ranks, wait_all
 
 Convert = Callable[..., str]
 
@@ -208,12 +206,11 @@ def test_places_that_cannot_be_converted_are_refused(
 
 
 def test_the_command_line_prints_one_line_and_no_traceback(tmp_path: Path) -> None:
-    script = str(Path(convert_llama_checkpoint.__file__))
-    command = [sys.executable, script, "--source", str(tmp_path), "--output-dir", str(tmp_path / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
-    assert result.returncode == 2
+    command = ["convert_llama_checkpoint.py", "--source", str(tmp_path), "--output-dir", str(tmp_path / "out")]
+    runs = [start_ranks(words, 1, forked=True)[0] for words in (command, [*command, "--no-such-flag"])]
+    result, unknown = wait_all(runs, 60)
+    assert result.exit_code == 2
     assert result.stderr == (
         f"error: {tmp_path}/config.json: missing; a converted or Hugging Face checkpoint folder has one\n"
     )
-    unknown = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True, check=False)
-    assert unknown.returncode == 2 and "--no-such-flag" in unknown.stderr
+    assert unknown.exit_code == 2 and "--no-such-flag" in unknown.stderr

@@ -1,9 +1,6 @@
 """All stages, one after the other, on tiny models: once through the command lines, once in process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +21,8 @@ from modules.checkpoint.load import load_model
 from sparse_predictor.store import load_predictors
 from tests.modules.tiny_kinds import KINDS, LLAMA
 from tests.modules.tiny_models import save_hf_folder
+from tests.pipeline_parallel.launching import Ended, start_ranks, wait_all
 
-ROOT = Path(__file__).parents[1]
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{i}" for i in range(128))]
 
 
@@ -48,12 +45,10 @@ def write_text(path: Path, seed: int, documents: int = 20) -> Path:
     return path
 
 
-def command(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    """`python ...` from the checkout, as the README says."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+def command(*words: object) -> Ended:
+    """`python ...` from the checkout, as the README says; forked, so that nothing is imported again."""
+    (ended,) = wait_all(start_ranks([str(word) for word in words], 1, forked=True), 120)
+    return ended
 
 
 def test_the_command_lines_fit_together(tmp_path: Path) -> None:
@@ -76,8 +71,8 @@ def test_the_command_lines_fit_together(tmp_path: Path) -> None:
         ["-m", "scripts.summarize", "--results", results, "--output-dir", summary],
     ]  # fmt: skip
     for stage in stages:
-        done = command(tmp_path, *stage)
-        assert done.returncode == 0, done.stderr
+        done = command(*stage)
+        assert done.exit_code == 0, done.stderr
         assert "Traceback" not in done.stderr
 
     assert ActivationStore(store).num_rows == 20 * 40
@@ -91,8 +86,8 @@ def test_the_command_lines_fit_together(tmp_path: Path) -> None:
     assert (summary / "report.html").is_file() and "predictor" in (summary / "summary.md").read_text()
     assert list(summary.glob("*.png"))
 
-    failed = command(tmp_path, "-m", "scripts.evaluate", "--model", model, "--corpus", test_text, "--output", results)
-    assert failed.returncode == 2
+    failed = command("-m", "scripts.evaluate", "--model", model, "--corpus", test_text, "--output", results)
+    assert failed.exit_code == 2
     assert [line for line in failed.stderr.splitlines() if line.startswith("error:")] == [
         "error: window 2048 does not fit the model's context of 64; give a smaller --window"
     ]

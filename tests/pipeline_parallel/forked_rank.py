@@ -16,6 +16,7 @@ IMPORTED = (
     "scripts.studies.drift",
     "scripts.train",
     "scripts.summarize",
+    "convert_llama_checkpoint",
 )
 """Modules that import nearly all that the ranks of tests do."""
 
