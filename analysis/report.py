@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
-from matplotlib.figure import Figure
 
 from analysis.drift import VERDICT_TITLE, answers
-from analysis.plots import all_figures
 from analysis.results import Record
 from analysis.tables import all_tables, environment_lines, section_title
 
@@ -126,11 +124,11 @@ def build_report(
     records: Sequence[Record],
     *,
     title: str = "dejavu-lab report",
-    figures: Mapping[str, Figure] | None = None,
+    figures: Mapping[str, Path] | None = None,
 ) -> str:
     """Returns the page as HTML that refers to nothing outside itself; everything from records is escaped.
 
-    `figures` (by caption) defaults to all that the records can fill.
+    figures: PNG files by caption, as `save_figures` writes them.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(PAGE).render(
@@ -143,13 +141,6 @@ def build_report(
         environments=environment_lines(records),
         definitions=DEFINITIONS,
         images={
-            caption: _base64_png(figure)
-            for caption, figure in (all_figures(records) if figures is None else figures).items()
+            caption: base64.b64encode(path.read_bytes()).decode("ascii") for caption, path in (figures or {}).items()
         },
     )
-
-
-def _base64_png(figure: Figure) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")

@@ -48,9 +48,9 @@ def main(options: SummarizeOptions) -> None:
     figures = all_figures(records)
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        save_figures(progress(figures.items(), "plots", quiet=options.quiet, unit="plot"), output_dir)
+        plots = save_figures(progress(figures.items(), "plots", quiet=options.quiet, unit="plot"), output_dir)
         replace_file(output_dir / "summary.md", summary_markdown(records).encode())
-        replace_file(report, build_report(records, title=options.title, figures=figures).encode())
+        replace_file(report, build_report(records, title=options.title, figures=plots).encode())
     if options.readme:
         for path, names in update_readmes(options.readme, records, options.tables).items():
             logger.info(f"{path}: rewrote {', '.join(names) or 'nothing'}")

@@ -173,13 +173,12 @@ def write_study(records: Sequence[Record], output_dir: Path) -> None:
         plots_dir.mkdir(parents=True, exist_ok=True)
         for path in plots_dir.glob("*.png"):
             path.unlink()
-        figures = all_figures(records)
-        save_figures(figures.items(), plots_dir)
+        plots = save_figures(all_figures(records).items(), plots_dir)
         texts = {
             "drift.jsonl": "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records),
             "verdict.md": verdict(records) + "\n",
             "summary.md": summary_markdown(records),
-            "report.html": build_report(records, title="The drift study", figures=figures),
+            "report.html": build_report(records, title="The drift study", figures=plots),
         }
         for name, text in texts.items():
             replace_file(output_dir / name, text.encode())

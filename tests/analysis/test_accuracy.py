@@ -241,7 +241,7 @@ def test_page_readme_and_plots_have_the_accuracy(tmp_path: Path, accuracy_record
     )
     paths = save_figures(figures.items(), tmp_path)
     assert all(path.stat().st_size > 5000 for path in paths.values())
-    page = build_report(accuracy_records, figures=figures)
+    page = build_report(accuracy_records, figures=paths)
     assert page.count("data:image/png") == len(figures)
     assert "<h2>Accuracy</h2>" in page and "boolq, acc †" in page
     assert list(all_tables(accuracy_records))[:2] == ["main", "accuracy"]

@@ -146,8 +146,8 @@ def test_the_tables_hold_values_with_their_intervals(study: list[Record]) -> Non
 
 
 def test_verdict_and_tables_are_in_the_report_the_summary_and_the_readme(tmp_path: Path, study: list[Record]) -> None:
-    figures = {title: figure for title, figure in all_figures(study).items() if "ablation" in title}
-    page = build_report(study, figures=figures)
+    (tmp_path / "plot.png").write_bytes(b"\x89PNG")
+    page = build_report(study, figures={"a plot": tmp_path / "plot.png"})
     assert "<strong>Does RoPE explain it?</strong>" in page and "<h3>drift: what it costs a predictor</h3>" in page
     assert "<h2>Drift</h2>" in page and page.count("data:image/png") == 1
     assert "**Does the norm explain it?** " in summary_markdown(study)
@@ -174,7 +174,7 @@ def test_a_record_without_its_lookahead_is_left_out_of_the_effects(study: list[R
 
 
 def test_reports_of_other_records_have_no_verdict(sample_records: list[Record]) -> None:
-    assert "explain it" not in build_report(sample_records, figures={})
+    assert "explain it" not in build_report(sample_records)
 
 
 def test_seeds_that_lack_a_model_of_the_ablation_are_in_no_curve_and_no_table() -> None:
@@ -205,5 +205,5 @@ def test_names_from_records_are_escaped_in_the_page_and_nothing_is_stripped(stud
     named = [
         {**one, "labels": {**one["labels"], "model": "A*b*<i>"}} if one["name"] == "drift" else one for one in study
     ]
-    page = build_report(named, figures={})
+    page = build_report(named)
     assert "A*b*&lt;i&gt;" in page and "<i>" not in page and "mean of the 16 models of the ablation" in page
