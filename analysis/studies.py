@@ -245,9 +245,8 @@ def outcome_values(records: Sequence[Record], outcome: Outcome) -> dict[int, dic
     one with the most models (then the newest).
     """
     by_text: dict[Any, list[Record]] = {}
-    for record in latest_records(record for record in records if record["name"] == "ablation"):
-        if outcome.matches(record):
-            by_text.setdefault(record["labels"].get("text"), []).append(record)
+    for record in latest_records(one for one in records if one["name"] == "ablation" and outcome.matches(one)):
+        by_text.setdefault(record["labels"].get("text"), []).append(record)
     found: dict[int, dict[Levels, float]] = {}
     for record in max(by_text.values(), key=_extent, default=()):
         labels = record["labels"]
