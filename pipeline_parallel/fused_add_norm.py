@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -104,29 +105,21 @@ class SymmetricOperator:
         return SymmetricOperator(workspace, self.group)
 
 
+@dataclass(eq=False)
 class FusedAddNorm:
     """The residual junction through an operator where it is the fastest, else as `ReducingAddNorm`.
 
     A pass begins with the operator's `begin` where it begins with embeddings. Later stages hold whole layers, so an
     even number of junctions, after which the workspace's two partials have been used equally often.
-    `keeps_states`: whether later layers look back at hidden states, which the operator would overwrite.
     """
 
-    def __init__(
-        self,
-        unfused: ReducingAddNorm,
-        operator: SymmetricOperator,
-        strategy_for: StrategyFor,
-        keeps_states: Callable[[], bool],
-        max_programs: int | None = None,
-    ) -> None:
-        self.unfused, self.operator = unfused, operator
-        self.strategy_for, self.keeps_states = strategy_for, keeps_states
-        self.max_programs = max_programs
-
-    def with_max_programs(self, max_programs: int) -> FusedAddNorm:
-        """The same, leaving the rest of the device to what runs at the same time."""
-        return FusedAddNorm(self.unfused, self.operator, self.strategy_for, self.keeps_states, max_programs)
+    unfused: ReducingAddNorm
+    operator: SymmetricOperator
+    strategy_for: StrategyFor
+    keeps_states: Callable[[], bool]
+    """Whether later layers look back at hidden states, which the operator would overwrite."""
+    max_programs: int | None = None
+    """Those of the operator, which leave the rest of the device to what runs at the same time."""
 
     def for_half(self, operator: SymmetricOperator) -> FusedAddNorm:
         """For half of a split pass: rows always have owners, so that none is added up twice, and copies can do it."""

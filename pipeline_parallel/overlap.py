@@ -168,7 +168,7 @@ class Overlap:
         if not isinstance(junction, FusedAddNorm) or beside not in self.model.span:
             return junction
         measured = (DEFAULT_PROGRAMS,) * 2 if point is None else (point.attention_programs, point.mlp_programs)
-        return junction.with_max_programs(measured[beside % 2])
+        return replace(junction, max_programs=measured[beside % 2])
 
 
 def first_half(batch: int, tokens: int, offset: int) -> int:

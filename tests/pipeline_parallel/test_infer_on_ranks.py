@@ -27,7 +27,7 @@ WORKER = str(Path(__file__).with_name("infer_on_rank.py"))
 start_ranks = partial(launching.start_ranks, forked=True)
 LIMIT_S = 30.0  # within which a failure has ended all ranks
 TOKENS_EACH = 40
-NUM_FEW = 50  # answers that are several times as much as 10000 bytes
+NUM_FEW = 30  # answers that are several times as much as 10000 bytes
 BROKEN_TOKEN = 77
 
 
