@@ -70,13 +70,15 @@ def write_gguf(
         for name, token_id in ({"eos": 2} if ends is None else ends).items():
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
         writer.add_chat_template("{{ messages[0]['content'] }}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    is_qwen2 = hf_config["model_type"] == "qwen2"
+    kind_of_model = gguf.MODEL_ARCH.QWEN2 if is_qwen2 else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(kind_of_model, config.num_hidden_layers)
     weights = tiny_hf_model(hf_config).state_dict()
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight")
     for name, tensor in weights.items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if heads is not None:  # halves -> interleaved pairs
+        if heads is not None and not is_qwen2:  # halves -> interleaved pairs
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
         stored = kind if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
         array = tensor.contiguous().numpy()
@@ -98,10 +100,12 @@ def convert(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
-def test_gguf_is_dequantised_as_transformers_does(kind: str, tied: bool, tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, GGUF | {"tie_word_embeddings": tied}, kind=gguf.GGMLQuantizationType[kind])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "F32"), ("llama", "Q8_0"), ("llama", "Q4_1"), ("qwen2", "F32"), ("qwen2", "Q8_0")]
+)
+def test_gguf_is_dequantised_as_transformers_does(family: str, kind: str, tied: bool, tmp_path: Path) -> None:
+    path, hf_config = tmp_path / "tiny.gguf", GGUF | {"model_type": family, "tie_word_embeddings": tied}
+    write_gguf(path, hf_config, kind=gguf.GGMLQuantizationType[kind], architecture=family)
     model = load_model(convert(path))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     token_ids = random_tokens(1, 20)
@@ -110,7 +114,7 @@ def test_gguf_is_dequantised_as_transformers_does(kind: str, tied: bool, tmp_pat
         torch.testing.assert_close(model.logits(model(token_ids)), expected, rtol=0, atol=1e-4)
     assert (model.lm_head.weight is model.embeddings.tokens.weight) == tied
     if kind == "F32":
-        original = tiny_decoder(GGUF | {"tie_word_embeddings": tied})
+        original = tiny_decoder(hf_config)
         pairs = zip(model.parameters(), original.parameters(), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
@@ -142,6 +146,13 @@ def test_gguf_tokenizer_keeps_template_special_tokens_and_cuts_digits_as_trained
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
     config = load_config(out)
     assert (config.bos_token_id, config.eos_token_ids, config.head_dim) == (1, (2,), 8)
+
+
+def test_a_qwen2_gguf_cuts_text_as_its_tokenizer_was_trained(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", GGUF | {"model_type": "qwen2"}, architecture="qwen2", rule="qwen2", add_bos=None)
+    tokenizer = AutoTokenizer.from_pretrained(convert(tmp_path / "tiny.gguf"))
+    assert tokenizer.tokenize("12 e\u0301") == ["1", "2", "Ġ", "Ã", "©"]  # digits alone; letters composed; no BOS
+    assert tokenizer("a").input_ids == [TOKENS.index("a")]
 
 
 def assert_read_by_older_transformers(folder: Path, hf_config: dict[str, Any]) -> None:

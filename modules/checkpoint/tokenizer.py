@@ -40,9 +40,12 @@ TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3_SPLIT) | {
+# Where a rule is one of these, a text begins with BOS unless the file says otherwise, and a piece that is a token needs
+# no merging.
+WHOLE_TOKENS = dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3_SPLIT) | {
     "tekken": TEKKEN_SPLIT
 }
+SPLITS = WHOLE_TOKENS | {"qwen2": LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")}
 # Token types of GGUF (llama.cpp's enum).
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
@@ -161,7 +164,7 @@ def _token_of(field: Callable[..., Any], key: str) -> str | None:
 
 def _backend(field: Callable[..., Any]) -> Any:
     """The `tokenizers` object of a GGUF's metadata, as llama.cpp understands it."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     kind, rule = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
     tokens = field("tokenizer.ggml.tokens")
@@ -169,8 +172,9 @@ def _backend(field: Callable[..., Any]) -> Any:
     vocab = {token: idx for idx, token in enumerate(tokens)}
     if kind == "gpt2":
         merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges") or []]
-        # A piece that is a token needs no merging, where the cutting rule is one of these.
-        backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=rule in SPLITS))
+        backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=rule in WHOLE_TOKENS))
+        if rule == "qwen2":
+            backend.normalizer = normalizers.NFC()
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in SPLITS)
         first: list[Any] = []
         if rule in SPLITS:
@@ -215,7 +219,7 @@ def _backend(field: Callable[..., Any]) -> Any:
 def _adds_bos(field: Callable[..., Any]) -> bool:
     """Whether a text begins with BOS; where the file does not say it, as llama.cpp does."""
     said = field("tokenizer.ggml.add_bos_token")
-    by_default = field("tokenizer.ggml.model") == "llama" or field("tokenizer.ggml.pre") in SPLITS
+    by_default = field("tokenizer.ggml.model") == "llama" or field("tokenizer.ggml.pre") in WHOLE_TOKENS
     return field("tokenizer.ggml.bos_token_id") is not None and bool(by_default if said is None else said)
 
 
