@@ -34,6 +34,7 @@ from analysis.studies import (
     DistanceFacts,
     ablation_distance_facts,
     at_largest_rank,
+    at_lowest_density,
     chosen,
     compared_models,
     cosines,
@@ -394,11 +395,9 @@ def _energy(share: float) -> Callable[[Sequence[Record]], Estimate | None]:
 
 
 def _of_models(records: Sequence[Record]) -> Estimate | None:
-    """Of one model its own, of several their mean; at the lowest density, where there are several."""
-    densities = {record["labels"].get("density") for record in records}
-    lowest = min((density for density in densities if density is not None), default=None)
-    found = [{**record, "labels": {**record["labels"], "all": 0}} for record in records]
-    return pooled([record for record in found if record["labels"].get("density") == lowest], "all").get(0)
+    """Of one model its own, of several their mean."""
+    found = [{**record, "labels": {**record["labels"], "all": 0}} for record in at_lowest_density(records)]
+    return pooled(found, "all").get(0)
 
 
 def _effects_table(effects: Sequence[ReportedEffects]) -> Table | None:

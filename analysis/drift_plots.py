@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis.effects import ReportedEffects, reported_effects
 from analysis.intervals import Estimate, estimate_of
+from analysis.plots import draw_estimates, grid_of_layers, mean_of_layers
 from analysis.results import Record
 from analysis.studies import (
     BLOCKS,
@@ -19,6 +20,7 @@ from analysis.studies import (
     DENSITY_LABELS,
     FACTORS,
     LEVEL_NAMES,
+    at_lowest_density,
     by_label,
     chosen,
     compared_models,
@@ -55,7 +57,10 @@ def plot_cosine_layers(records: Sequence[Record]) -> Figure | None:
         return None
     figure = Figure(figsize=(8.0, 0.8 + 1.9 * ((len(panels) + 1) // 2)), layout="constrained")
     all_axes = figure.subplots((len(panels) + 1) // 2, min(2, len(panels)), squeeze=False).ravel()
-    grids = {variant: _grid(by_lookahead) for variant, by_lookahead in panels.items()}
+    grids = {
+        variant: grid_of_layers([record["per_layer"] for record in by_lookahead.values()])
+        for variant, by_lookahead in panels.items()
+    }
     lowest = min(float(np.nanmin(grid)) for grid in grids.values())
     for axes, (variant, grid) in zip(all_axes, grids.items(), strict=False):
         image = axes.imshow(
@@ -76,15 +81,6 @@ def plot_cosine_layers(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
-def _grid(by_lookahead: Mapping[int, Record]) -> np.ndarray:
-    """[look-aheads, layers], NaN where there is no such layer."""
-    num_layers = max(len(record["per_layer"]) for record in by_lookahead.values())
-    grid = np.full((len(by_lookahead), num_layers), np.nan)
-    for line, record in zip(grid, by_lookahead.values(), strict=True):
-        line[: len(record["per_layer"])] = [np.nan if each is None else each for each in record["per_layer"]]
-    return grid
-
-
 def plot_distance(records: Sequence[Record]) -> Figure | None:
     """Against look-ahead, side by side: the cosine, recall of neurons and heads, and perplexity over dense."""
     facts = [found for block in BLOCKS if (found := distance_facts("", records, block)) is not None]
@@ -99,14 +95,14 @@ def plot_distance(records: Sequence[Record]) -> Figure | None:
         axes = all_axes.pop(0)
         for variant, by_lookahead in similar.items():
             colour, marker = VARIANT_STYLES[variant]
-            draw_estimates(axes, by_lookahead, variant.replace("_", " "), colour, marker)
+            draw_estimates(axes, by_lookahead.items(), variant.replace("_", " "), colour, marker)
         point = POINT_NAMES[cosine_records(records)[0]["labels"]["point"]]
         finish(axes, "look-ahead (layers)", f"cosine, {point}")
         axes.set_ylim(top=1)
     axes = all_axes.pop(0)
     for found in facts:
         colour, marker = BLOCK_STYLES[found.block]
-        draw_estimates(axes, found.recall, BLOCKS[found.block], colour, marker, scale=100)
+        draw_estimates(axes, found.recall.items(), BLOCKS[found.block], colour, marker, scale=100)
         own = {lookahead: 100 * own.value for lookahead, own in found.own.items()}
         static = {lookahead: 100 * share.value for lookahead, share in found.static.items()}
         for line, dash in ((own, "--"), (static, ":")):
@@ -118,7 +114,7 @@ def plot_distance(records: Sequence[Record]) -> Figure | None:
         axes = all_axes.pop(0)
         for found in with_loss:
             colour, marker = BLOCK_STYLES[found.block]
-            draw_estimates(axes, found.loss, f"sparse {BLOCKS[found.block]}", colour, marker)
+            draw_estimates(axes, found.loss.items(), f"sparse {BLOCKS[found.block]}", colour, marker)
         finish(axes, "look-ahead (layers)", "ln(perplexity / dense)")
         axes.set_ylim(bottom=0)
     return figure
@@ -160,29 +156,6 @@ def _draw_layers(axes: Axes, values: Sequence[float | None], label: str, colour:
     known = {layer: value for layer, value in enumerate(values) if value is not None}
     axes.plot(list(known), list(known.values()), label=label, color=colour, marker=marker, markersize=4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def draw_estimates(
-    axes: Axes,
-    by_x: Mapping[Any, Estimate],
-    label: str,
-    colour: str,
-    marker: str = "o",
-    dash: str = "-",
-    *,
-    scale: float = 1.0,
-) -> None:
-    """A line of estimates with their intervals as bars."""
-    x, y = list(by_x), [scale * each.value for each in by_x.values()]
-    axes.plot(x, y, label=label, color=colour, marker=marker, linestyle=dash, markersize=4)
-    bars = [
-        (0.0, 0.0)
-        if each.low is None or each.high is None
-        else (max(0.0, scale * (each.value - each.low)), max(0.0, scale * (each.high - each.value)))
-        for each in by_x.values()
-    ]
-    if any(map(any, bars)):
-        axes.errorbar(x, y, np.array(bars).T, fmt="none", ecolor=colour, elinewidth=0.8, capsize=2)
 
 
 def finish(axes: Axes, x_label: str, y_label: str, *, legend: bool = True) -> None:
@@ -229,7 +202,9 @@ def plot_rank_and_text(records: Sequence[Record]) -> Figure | None:
         for (block, lookahead), estimates in lines.items():
             colour, marker = BLOCK_STYLES[block]
             dash = ("-", "--", ":", "-.")[lookaheads.index(lookahead) % 4]
-            draw_estimates(axes, estimates, f"{BLOCKS[block]}, look-ahead {lookahead}", colour, marker, dash, scale=100)
+            draw_estimates(
+                axes, estimates.items(), f"{BLOCKS[block]}, look-ahead {lookahead}", colour, marker, dash, scale=100
+            )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
         finish(axes, title, "recall (%)" if axes is all_axes[0] else "", legend=axes is all_axes[0])
@@ -255,7 +230,7 @@ def plot_energy(records: Sequence[Record]) -> Figure | None:
     axes = figure.add_subplot()
     for i, (name, estimates) in enumerate(lines.items()):
         shown = {100 * share: estimate for share, estimate in estimates.items()}
-        draw_estimates(axes, shown, name, *model_style(i), scale=100)
+        draw_estimates(axes, shown.items(), name, *model_style(i), scale=100)
     right = max(100 * max(estimates) for estimates in lines.values())
     axes.plot([0, right], [0, right], color="#7F7F7F", linestyle=":", linewidth=1, label="all alike")
     finish(axes, "largest neurons of each token (%)", "energy of the MLP's output (%)")
@@ -269,7 +244,7 @@ def plot_reuse(records: Sequence[Record]) -> Figure | None:
     Dotted: what the records compare it with, chance or neurons that are often active anyway.
     """
     models = {
-        name: {metric: _at_lowest_density(chosen(found, metric)) for metric in ("reuse_tokens", "reuse_layers")}
+        name: {metric: at_lowest_density(chosen(found, metric)) for metric in ("reuse_tokens", "reuse_layers")}
         for name, found in compared_models(records).items()
     }
     models = {name: each for name, each in models.items() if any(each.values())}
@@ -283,7 +258,8 @@ def plot_reuse(records: Sequence[Record]) -> Figure | None:
         for metric, axes in all_axes.items():
             found = by_metric[metric]
             if metric == "reuse_tokens":
-                line = _mean_layers([record.get("per_layer") or [] for record in found])
+                means = mean_of_layers([record.get("per_layer") or [] for record in found])
+                line = {layer: share for layer, share in enumerate(means) if share is not None}
                 axes.set_xlabel("layer")
             else:
                 line = {distance: each.value for distance, each in pooled(found, "lookahead").items()}
@@ -308,22 +284,6 @@ def plot_reuse(records: Sequence[Record]) -> Figure | None:
     if against:
         figure.suptitle(f"dotted: {', '.join(sorted(against))}", fontsize=8)
     return figure
-
-
-def _at_lowest_density(records: Sequence[Record]) -> list[Record]:
-    densities = [record["labels"].get("density") for record in records]
-    lowest = min((density for density in densities if density is not None), default=None)
-    return [record for record in records if record["labels"].get("density") == lowest]
-
-
-def _mean_layers(models: Sequence[Sequence[float | None]]) -> dict[int, float]:
-    """The mean over models of what is known of each layer."""
-    means = {}
-    for layer in range(max(map(len, models), default=0)):
-        known = [value for each in models if layer < len(each) and (value := each[layer]) is not None]
-        if known:
-            means[layer] = sum(known) / len(known)
-    return means
 
 
 def plot_effects(records: Sequence[Record]) -> Figure | None:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import cycle, zip_longest
 from statistics import mean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from analysis.accuracy import AccuracyComparison, AccuracyRow, compare_accuracy
-from analysis.comparison import Comparison, compare, group_by_task
-from analysis.drift_plots import (
-    plot_cosine_layers,
-    plot_distance,
-    plot_effects,
-    plot_energy,
-    plot_rank_and_text,
-    plot_reuse,
-)
+from analysis.accuracy import AccuracyComparison, AccuracyRow
+from analysis.comparison import Comparison
 from analysis.formatting import format_number
+from analysis.intervals import Estimate
 from analysis.method_styles import METHOD_STYLES, SPARE_STYLES, THIN_ATTENTION, method_rank
-from analysis.results import Record
-from analysis.studies import studied_models
+from analysis.results import grouped
 
 DASHES = ("-", "--", ":", "-.")
+NEARLY_ALL = 0.9995  # printed as 100 %
+BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}
+# Ratios above it are cut off: a random choice's would leave no room for those that anybody would use.
+HIGHEST_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -45,26 +40,46 @@ class Point:
 
 def series_of(points: Iterable[Point]) -> dict[str, list[Point]]:
     """Points by the label of their line, each line by rising x; lines in the order of methods."""
-    series: dict[str, list[Point]] = {}
-    for point in sorted(points, key=_line_order):
-        series.setdefault(series_label(point.setting), []).append(point)
-    return series
 
+    def place(point: Point) -> tuple[int, str, str, float]:
+        method = point.setting.method
+        return method_rank(method), method, series_label(point.setting), point.x
 
-def _line_order(point: Point) -> tuple[int, str, str, float]:
-    return method_rank(point.setting.method), point.setting.method, series_label(point.setting), point.x
+    return grouped(sorted(points, key=place), lambda point: series_label(point.setting))
 
 
 def draw_lines(axes: Axes, points: Sequence[Point]) -> None:
     """A line per series; bars of one standard error where the points have one."""
     styles = styles_of([point.setting for point in points])
     for label, members in series_of(points).items():
-        colour, marker, dash = styles[label]
-        x, y = [point.x for point in members], [point.y for point in members]
-        axes.plot(x, y, label=label, color=colour, marker=marker, linestyle=dash, markersize=5)
-        stderrs = [point.stderr or 0.0 for point in members]
-        if any(stderrs):
-            axes.errorbar(x, y, stderrs, fmt="none", ecolor=colour, elinewidth=0.8, capsize=2)
+        spread = [(point, point.stderr or 0.0) for point in members]
+        estimates = [(p.x, Estimate(value=p.y, low=p.y - stderr, high=p.y + stderr)) for p, stderr in spread]
+        draw_estimates(axes, estimates, label, *styles[label], size=5)
+
+
+def draw_estimates(
+    axes: Axes,
+    points: Iterable[tuple[Any, Estimate]],
+    label: str,
+    colour: str,
+    marker: str = "o",
+    dash: str = "-",
+    *,
+    scale: float = 1.0,
+    size: int = 4,
+) -> None:
+    """A line of estimates with their intervals as bars."""
+    points = list(points)
+    x, y = [place for place, _ in points], [scale * each.value for _, each in points]
+    axes.plot(x, y, label=label, color=colour, marker=marker, linestyle=dash, markersize=size)
+    bars = [
+        (0.0, 0.0)
+        if each.low is None or each.high is None
+        else (max(0.0, scale * (each.value - each.low)), max(0.0, scale * (each.high - each.value)))
+        for _, each in points
+    ]
+    if any(map(any, bars)):
+        axes.errorbar(x, y, np.array(bars).T, fmt="none", ecolor=colour, elinewidth=0.8, capsize=2)
 
 
 def draw_dense(axes: Axes, value: float, *, is_best: Literal["lowest", "highest"]) -> None:
@@ -100,24 +115,15 @@ def series_label(row: Comparison) -> str:
 
 def styles_of(rows: Iterable[Comparison]) -> dict[str, tuple[str, str, str]]:
     """Colour and marker by method; further variants of one method differ by their dashes."""
+    known, spare = dict(METHOD_STYLES), cycle(SPARE_STYLES)
     styles: dict[str, tuple[str, str, str]] = {}
-    num_variants: dict[str, int] = {}
+    num_variants: Counter[str] = Counter()
     for row in sorted(rows, key=lambda row: (method_rank(row.method), row.method, series_label(row))):
-        if series_label(row) in styles:
-            continue
-        if row.method not in num_variants and row.method not in METHOD_STYLES:
-            spare = sum(method not in METHOD_STYLES for method in num_variants)
-            num_variants[row.method] = 0
-            colour, marker = SPARE_STYLES[spare % len(SPARE_STYLES)]
-        elif row.method in METHOD_STYLES:
-            colour, marker = METHOD_STYLES[row.method]
-        else:
-            colour, marker = next(
-                (colour, marker) for label, (colour, marker, _) in styles.items() if label.startswith(row.method)
-            )
-        dash = DASHES[num_variants.get(row.method, 0) % len(DASHES)]
-        num_variants[row.method] = num_variants.get(row.method, 0) + 1
-        styles[series_label(row)] = (colour, marker, dash)
+        if row.method not in known:
+            known[row.method] = next(spare)
+        if series_label(row) not in styles:
+            styles[series_label(row)] = (*known[row.method], DASHES[num_variants[row.method] % len(DASHES)])
+            num_variants[row.method] += 1
     return styles
 
 
@@ -128,10 +134,6 @@ def one_panel() -> tuple[Figure, Axes]:
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-NEARLY_ALL = 0.9995  # printed as 100 %
-BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}
 
 
 def plot_layer_quality(rows: Sequence[Comparison]) -> Figure | None:
@@ -166,11 +168,7 @@ def _plot_layers(rows: Sequence[Comparison], quantities: Sequence[str]) -> Figur
     figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (block, quantity, chosen) in zip(all_axes, panels, strict=True):
-        num_layers = max(len(row.layers[block][quantity]) for row in chosen)
-        values = np.full((len(chosen), num_layers), np.nan)
-        for line, row in zip(values, chosen, strict=True):
-            per_layer = row.layers[block][quantity]
-            line[: len(per_layer)] = [np.nan if share is None else share for share in per_layer]
+        values = grid_of_layers([row.layers[block][quantity] for row in chosen])
         image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
         densities = [row.mlp_density if block == "mlp" else row.head_density for row in chosen]
         names = [
@@ -222,77 +220,30 @@ def plot_accuracy_layers(found: AccuracyComparison) -> Figure | None:
 
 
 def _with_mean_layers(row: AccuracyRow) -> Comparison:
-    known = [cell.layers for cell in row.cells.values()]
-    blocks = dict.fromkeys(block for layers in known for block in layers)
-    return replace(
-        row.setting, layers={block: _mean_of_block([each.get(block, {}) for each in known]) for block in blocks}
-    )
+    tasks = [
+        (block, quantity, layers)
+        for cell in row.cells.values()
+        for block, quantities in cell.layers.items()
+        for quantity, layers in quantities.items()
+    ]
+    means: dict[str, dict[str, list[float | None]]] = {}
+    for (block, quantity), found in grouped(tasks, lambda task: task[:2]).items():
+        means.setdefault(block, {})[quantity] = mean_of_layers([layers for _, _, layers in found])
+    return replace(row.setting, layers=means)
 
 
-def _mean_of_block(tasks: Sequence[dict[str, list[float | None]]]) -> dict[str, list[float | None]]:
-    quantities = dict.fromkeys(quantity for each in tasks for quantity in each)
-    return {
-        quantity: _mean_of_layers([each[quantity] for each in tasks if quantity in each]) for quantity in quantities
-    }
+def mean_of_layers(models: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """The mean over models of what is known of each layer."""
+    known = [[share for share in layer if share is not None] for layer in zip_longest(*models)]
+    return [mean(shares) if shares else None for shares in known]
 
 
-def _mean_of_layers(tasks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    layers = []
-    for shares in zip(*tasks, strict=True):
-        known = [share for share in shares if share is not None]
-        layers.append(mean(known) if known else None)
-    return layers
-
-
-# Ratios above it are cut off: a random choice's would leave no room for those that anybody would use.
-HIGHEST_RATIO = 20.0
-
-
-def all_figures(records: Sequence[Record]) -> dict[str, Figure]:
-    """Every figure that the records can fill, by title."""
-    figures: dict[str, Figure | None] = {}
-    for found in compare_accuracy(records):
-        figures[f"{found.model}: accuracy against MLP density"] = plot_accuracy(found)
-        figures[f"{found.model}, accuracy tasks: recall and precision per layer"] = plot_accuracy_layers(found)
-    scored = [row for row in compare(records) if row.name == "perplexity"]
-    for (model, task, metric), rows in group_by_task(scored).items():
-        subject = f"{model}, {task}"
-        figures[f"{subject}: {metric} against MLP density"] = plot_against_density(rows)
-        figures[f"{subject}: {metric} against head density"] = plot_against_density(rows, block="attention")
-        figures[f"{subject}: {metric} against MLP bytes read"] = plot_against_bytes(rows)
-        figures[f"{subject}: {metric} against layer bytes read"] = plot_against_layer_bytes(rows)
-        figures[f"{subject}: decoding speed"] = plot_speed(rows)
-        figures[f"{subject}: recall and precision per layer"] = plot_layer_quality(rows)
-        figures[f"{subject}: achieved density per layer"] = plot_layer_density(rows)
-    figures |= drift_figures(records)
-    return {title: figure for title, figure in figures.items() if figure is not None}
-
-
-def drift_figures(records: Sequence[Record]) -> dict[str, Figure | None]:
-    """The figures of the drift study by title; None where the records do not fill one."""
-    figures: dict[str, Figure | None] = {}
-    for model, found in studied_models(records).items():
-        figures[f"{model}, drift: cosine between layers"] = plot_cosine_layers(found)
-        figures[f"{model}, drift: what distance costs"] = plot_distance(found)
-        figures[f"{model}, drift: recall against rank and text"] = plot_rank_and_text(found)
-    figures["drift: energy in the largest neurons"] = plot_energy(records)
-    figures["drift: active neurons shared by consecutive tokens"] = plot_reuse(records)
-    figures["ablation: effects on prediction"] = plot_effects(records)
-    return figures
-
-
-def save_figures(figures: Iterable[tuple[str, Figure]], output_dir: str | os.PathLike[str]) -> dict[str, Path]:
-    """Writes each (title, figure) as a PNG named after its title; returns the paths by title."""
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    paths: dict[str, Path] = {}
-    for title, figure in figures:
-        stem = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:120]
-        while output_dir / f"{stem}.png" in paths.values():
-            stem += "_"
-        paths[title] = output_dir / f"{stem}.png"
-        figure.savefig(paths[title], dpi=130)
-    return paths
+def grid_of_layers(lines: Sequence[Sequence[float | None]]) -> np.ndarray:
+    """[lines, layers], NaN where there is no such layer."""
+    grid = np.full((len(lines), max(map(len, lines))), np.nan)
+    for row, values in zip(grid, lines, strict=True):
+        row[: len(values)] = [np.nan if value is None else value for value in values]
+    return grid
 
 
 def plot_against_density(rows: Sequence[Comparison], *, block: str = "mlp") -> Figure | None:

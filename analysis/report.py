@@ -1,15 +1,38 @@
-"""One self-contained HTML page of a set of records: tables, plots (embedded), definitions, environment."""
+"""Everything of a set of records: all figures, and one self-contained HTML page with tables, figures, definitions."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
+from analysis.accuracy import compare_accuracy
+from analysis.comparison import compare, group_by_task
 from analysis.drift import VERDICT_TITLE, answers
+from analysis.drift_plots import (
+    plot_cosine_layers,
+    plot_distance,
+    plot_effects,
+    plot_energy,
+    plot_rank_and_text,
+    plot_reuse,
+)
+from analysis.plots import (
+    plot_accuracy,
+    plot_accuracy_layers,
+    plot_against_bytes,
+    plot_against_density,
+    plot_against_layer_bytes,
+    plot_layer_density,
+    plot_layer_quality,
+    plot_speed,
+)
 from analysis.results import Record
+from analysis.studies import studied_models
 from analysis.tables import all_tables, environment_lines, section_title
 
 DEFINITIONS = {
@@ -118,6 +141,53 @@ PAGE = """{% macro show(table, section="") %}
 </body>
 </html>
 """
+
+
+def all_figures(records: Sequence[Record]) -> dict[str, Figure]:
+    """Every figure that the records can fill, by title."""
+    figures: dict[str, Figure | None] = {}
+    for found in compare_accuracy(records):
+        figures[f"{found.model}: accuracy against MLP density"] = plot_accuracy(found)
+        figures[f"{found.model}, accuracy tasks: recall and precision per layer"] = plot_accuracy_layers(found)
+    scored = [row for row in compare(records) if row.name == "perplexity"]
+    for (model, task, metric), rows in group_by_task(scored).items():
+        subject = f"{model}, {task}"
+        figures[f"{subject}: {metric} against MLP density"] = plot_against_density(rows)
+        figures[f"{subject}: {metric} against head density"] = plot_against_density(rows, block="attention")
+        figures[f"{subject}: {metric} against MLP bytes read"] = plot_against_bytes(rows)
+        figures[f"{subject}: {metric} against layer bytes read"] = plot_against_layer_bytes(rows)
+        figures[f"{subject}: decoding speed"] = plot_speed(rows)
+        figures[f"{subject}: recall and precision per layer"] = plot_layer_quality(rows)
+        figures[f"{subject}: achieved density per layer"] = plot_layer_density(rows)
+    figures |= drift_figures(records)
+    return {title: figure for title, figure in figures.items() if figure is not None}
+
+
+def drift_figures(records: Sequence[Record]) -> dict[str, Figure | None]:
+    """The figures of the drift study by title; None where the records do not fill one."""
+    figures: dict[str, Figure | None] = {}
+    for model, found in studied_models(records).items():
+        figures[f"{model}, drift: cosine between layers"] = plot_cosine_layers(found)
+        figures[f"{model}, drift: what distance costs"] = plot_distance(found)
+        figures[f"{model}, drift: recall against rank and text"] = plot_rank_and_text(found)
+    figures["drift: energy in the largest neurons"] = plot_energy(records)
+    figures["drift: active neurons shared by consecutive tokens"] = plot_reuse(records)
+    figures["ablation: effects on prediction"] = plot_effects(records)
+    return figures
+
+
+def save_figures(figures: Iterable[tuple[str, Figure]], output_dir: str | os.PathLike[str]) -> dict[str, Path]:
+    """Writes each (title, figure) as a PNG named after its title; returns the paths by title."""
+    output_dir = Path(output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    paths: dict[str, Path] = {}
+    for title, figure in figures:
+        stem = re.sub(r"[^a-z0-9]+", "_", title.lower()).strip("_")[:120]
+        while output_dir / f"{stem}.png" in paths.values():
+            stem += "_"
+        paths[title] = output_dir / f"{stem}.png"
+        figure.savefig(paths[title], dpi=130)
+    return paths
 
 
 def build_report(

@@ -142,6 +142,13 @@ def pooled(records: Sequence[Record], label: str) -> dict[Any, Estimate]:
     return found
 
 
+def at_lowest_density(records: Sequence[Record]) -> list[Record]:
+    """Of records at several densities those at the lowest."""
+    densities = [record["labels"].get("density") for record in records]
+    lowest = min((density for density in densities if density is not None), default=None)
+    return [record for record in records if record["labels"].get("density") == lowest]
+
+
 def usual_density(records: Sequence[Record], block: str) -> float | None:
     """Of the densities in records, the one nearest to the usual."""
     densities = {record["labels"].get(DENSITY_LABELS[block]) for record in records} - {None}

@@ -11,8 +11,7 @@ from pathlib import Path
 from loguru import logger
 
 from analysis.comparison import contradictions
-from analysis.plots import all_figures, save_figures
-from analysis.report import build_report
+from analysis.report import all_figures, build_report, save_figures
 from analysis.results import read_records
 from analysis.rivals import findings
 from analysis.tables import environment_lines, quality_tables, summary_markdown, update_readmes

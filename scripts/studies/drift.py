@@ -19,8 +19,7 @@ from typing import Any
 from loguru import logger
 
 from analysis.drift import verdict
-from analysis.plots import all_figures, save_figures
-from analysis.report import build_report
+from analysis.report import all_figures, build_report, save_figures
 from analysis.results import Record
 from analysis.tables import summary_markdown
 from data.activation_store import ActivationStore

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from analysis.accuracy import TaskColumn, accuracy_tables, chance_of, compare_accuracy
-from analysis.plots import accuracy_points, all_figures, plot_accuracy, plot_accuracy_layers, save_figures
-from analysis.report import build_report
+from analysis.plots import accuracy_points, plot_accuracy, plot_accuracy_layers
+from analysis.report import all_figures, build_report, save_figures
 from analysis.results import Record
 from analysis.tables import all_tables, update_readmes
 

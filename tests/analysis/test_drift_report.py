@@ -12,8 +12,7 @@ import pytest
 from analysis.drift import study_tables
 from analysis.drift_plots import plot_distance, plot_effects, plot_energy, plot_layers, plot_reuse
 from analysis.effects import reported_effects
-from analysis.plots import all_figures, save_figures
-from analysis.report import build_report
+from analysis.report import all_figures, build_report, save_figures
 from analysis.results import Record
 from analysis.studies import FACTORS, compared_models, cosine_records, lost_by_layer, pooled, studied_models
 from analysis.tables import all_tables, summary_markdown, update_readmes

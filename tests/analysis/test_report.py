@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from analysis.comparison import compare
-from analysis.plots import all_figures, plot_against_density, plot_layer_density, plot_layer_quality, save_figures
-from analysis.report import build_report
+from analysis.plots import plot_against_density, plot_layer_density, plot_layer_quality
+from analysis.report import all_figures, build_report, save_figures
 
 Records = list[dict[str, Any]]
 
