@@ -9,7 +9,7 @@ whole by the whole interval; no is less than a twentieth, or no loss found and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -23,7 +23,7 @@ from analysis.effects import (
     reported_effects,
     with_derived,
 )
-from analysis.formatting import EMPTY_CELL, Table
+from analysis.formatting import EMPTY_CELL, Table, table_of
 from analysis.intervals import Estimate, difference, with_interval
 from analysis.results import Record
 from analysis.studies import (
@@ -32,6 +32,7 @@ from analysis.studies import (
     LEVEL_NAMES,
     STUDY_NAMES,
     DistanceFacts,
+    Levels,
     ablation_distance_facts,
     at_largest_rank,
     at_lowest_density,
@@ -67,14 +68,14 @@ class Answer:
 
     question: str
     text: str
-    table: Table | None = None
+    tables: Sequence[Table] = ()
 
 
 def verdict(records: Sequence[Record]) -> str:
     """All answers as Markdown, each after its question; '' where no record is of a study."""
     found = answers(records)
     lines = [f"**{answer.question}** {answer.text}" for answer in found]
-    return "\n\n".join([*lines, *(answer.table.to_markdown() for answer in found if answer.table)])
+    return "\n\n".join([*lines, *(table.to_markdown() for answer in found for table in answer.tables)])
 
 
 def answers(records: Sequence[Record]) -> list[Answer]:
@@ -143,7 +144,7 @@ def _drift_answer(records: Sequence[Record]) -> Answer:
     lookaheads = [(each, end) for each in known for end in dict.fromkeys((min(each.lost), max(each.lost)))]
     lookaheads += [(each, max(each.lost)) for each in largest if each is not None and each.lost]
     which = f"; of {len(known)} losses the largest decides" if len(known) > 1 else ""
-    return Answer(question=question, text=_sentence("; ".join(told) + which), table=_gain_table(lookaheads))
+    return Answer(question=question, text=_sentence("; ".join(told) + which), tables=_gain_table(lookaheads))
 
 
 def _badness(facts: DistanceFacts, lookahead: int) -> tuple[int, float, float]:
@@ -155,31 +156,26 @@ def _origin(lookahead: int) -> str:
     return "one layer back" if lookahead == 1 else f"{lookahead} layers back"
 
 
-def _gain_table(lines: Sequence[tuple[DistanceFacts, int]]) -> Table:
+def _gain_table(lines: Sequence[tuple[DistanceFacts, int]]) -> list[Table]:
     """A line per model, kind of unit and distance: what distance takes of what a predictor gains, and of perplexity."""
     rows = []
     for facts, lookahead in lines:
-        lost, share = facts.lost[lookahead], facts.share(lookahead)
+        lost, share, static = facts.lost[lookahead], facts.share(lookahead), facts.static.get(lookahead)
         rows.append(
-            (
-                facts.subject,
-                BLOCKS[facts.block],
-                EMPTY_CELL if facts.rank is None else str(facts.rank),
-                str(lookahead),
-                _cell(facts.own.get(lookahead), scale=100),
-                f"{100 * facts.static[lookahead].value:.1f}" if lookahead in facts.static else EMPTY_CELL,
-                _cell(lost, scale=100, signed=True),
-                _cell(share, scale=100),
-                judge(lost, share),
-                _cell(facts.loss.get(0)),
-                _cell(facts.loss_rise.get(lookahead), signed=True),
-            )
+            {
+                "measured on": facts.subject,
+                "predictors of": BLOCKS[facts.block],
+                "rank": EMPTY_CELL if facts.rank is None else str(facts.rank),
+                "layers back": str(lookahead),
+                "recall, own layer (%)": _cell(facts.own.get(lookahead), scale=100),
+                "always the same units (%)": EMPTY_CELL if static is None else f"{100 * static.value:.1f}",
+                "lost to distance (points)": _cell(lost, scale=100, signed=True),
+                "of the gain (%)": _cell(share, scale=100),
+                "drift explains it": judge(lost, share),
+                "ln(perplexity / dense), own layer": _cell(facts.loss.get(0)),
+                "more with distance": _cell(facts.loss_rise.get(lookahead), signed=True),
+            }
         )
-    columns = (
-        "measured on", "predictors of", "rank", "layers back", "recall, own layer (%)", "always the same units (%)",
-        "lost to distance (points)", "of the gain (%)", "drift explains it", "ln(perplexity / dense), own layer",
-        "more with distance",
-    )  # fmt: skip
     amounts = sorted({facts.calibration_tokens for facts, _ in lines if facts.calibration_tokens is not None})
     densities = sorted({facts.density for facts, _ in lines if facts.density is not None})
     caption = [
@@ -188,13 +184,7 @@ def _gain_table(lines: Sequence[tuple[DistanceFacts, int]]) -> Table:
         f"calibrated on {' and '.join(map(str, amounts))} tokens" if amounts else "",
         f"gain: recall above that of always the same units; {INTERVALS}, of many some miss",
     ]
-    table = Table(
-        title="drift: what it costs a predictor",
-        columns=columns,
-        rows=tuple(rows),
-        caption=", ".join(filter(None, caption)),
-    )
-    return table.without_empty_columns()
+    return table_of("drift: what it costs a predictor", rows, ", ".join(filter(None, caption)))
 
 
 def _layers_answer(records: Sequence[Record]) -> Answer | None:
@@ -238,7 +228,7 @@ def _factor_answer(found: Sequence[ReportedEffects], factor: str) -> Answer:
         apart = f"recall, {recall}, and precision, {precision}, go apart, as the true sets differ in size"
         lack = f"{CANNOT_TELL}: {apart}, and R-precision is not among them"
         text = lack if settling is None else f"{_told(settling, factor)}; {apart}, so R-precision decides"
-    return Answer(question=question, text=_sentence(text), table=_factor_table(varying, factor))
+    return Answer(question=question, text=_sentence(text), tables=_factor_table(varying, factor))
 
 
 def _told(reported: ReportedEffects, factor: str) -> str:
@@ -264,22 +254,25 @@ def _go_apart(one: Estimate, other: Estimate) -> bool:
     return one.value * other.value < 0 and not (one.holds_zero or other.holds_zero)
 
 
-def _factor_table(found: Sequence[ReportedEffects], factor: str) -> Table | None:
+def _factor_table(found: Sequence[ReportedEffects], factor: str) -> list[Table]:
     """A line per outcome that says how good a prediction is."""
-    shown = [each for each in found if each.effects.outcome.metric in ("recall", "r_precision", "implied_precision")]
-    rows = []
-    for each in shown:
-        levels = (f"{100 * level:.1f}" for level in each.effects.level_means(factor))
-        change = _cell(each.effects.main[factor], scale=100, signed=True)
-        share = _cell(each.effects.share_of_missed(factor), scale=100)
-        rows.append((each.title, *levels, change, share, _judged(each.effects, factor), _measured_on(each)))
-    levels = (f"{LEVEL_NAMES[level]} (%)" for level in FACTORS[factor])
-    return Table(
-        title=f"ablation: {FACTOR_NAMES[factor]}",
-        columns=("outcome", *levels, "change (points)", "of what is missed (%)", "explains it", "measured on"),
-        rows=tuple(rows),
-        caption=f"closed-form predictors, means over the other factors, {INTERVALS}",
-    )
+    levels = [f"{LEVEL_NAMES[level]} (%)" for level in FACTORS[factor]]
+    rows = [
+        {
+            "outcome": each.title,
+            **{
+                name: f"{100 * level:.1f}" for name, level in zip(levels, each.effects.level_means(factor), strict=True)
+            },
+            "change (points)": _cell(each.effects.main[factor], scale=100, signed=True),
+            "of what is missed (%)": _cell(each.effects.share_of_missed(factor), scale=100),
+            "explains it": _judged(each.effects, factor),
+            "measured on": _measured_on(each),
+        }
+        for each in found
+        if each.effects.outcome.metric in ("recall", "r_precision", "implied_precision")
+    ]
+    caption = f"closed-form predictors, means over the other factors, {INTERVALS}"
+    return table_of(f"ablation: {FACTOR_NAMES[factor]}", rows, caption)
 
 
 def _most_answer(found: Sequence[ReportedEffects]) -> Answer | None:
@@ -315,23 +308,22 @@ def _relufication_answer(pairs: Sequence[RelufiedPair]) -> Answer | None:
 
 def study_tables(name: str, records: Sequence[Record]) -> list[Table]:
     """The tables of the records of one name: "drift", "ablation" or "relufication"."""
-    chosen_records = latest_records([record for record in records if record["name"] == name])
+    found = latest_records([record for record in records if record["name"] == name])
     if name == "ablation":
-        effects = reported_effects(chosen_records)
-        found = [_effects_table(effects), _models_table(chosen_records, effects), _trait_table(chosen_records, name)]
+        effects = reported_effects(found)
+        tables = [*_effects_table(effects), *_models_table(found, effects)]
     elif name == "relufication":
-        found = [_relufication_table(chosen_records), _trait_table(chosen_records, name)]
+        tables = _relufication_table(found)
     else:
-        found = [_distance_table(model, each) for model, each in studied_models(chosen_records).items()]
-        found.append(_trait_table(chosen_records, name))
-    return [table for table in found if table is not None]
+        tables = [table for model, each in studied_models(found).items() for table in _distance_table(model, each)]
+    return [*tables, *_trait_table(found, name)]
 
 
 def _cell(estimate: Estimate | None, *, scale: float = 1.0, signed: bool = False) -> str:
     return EMPTY_CELL if estimate is None else with_interval(estimate, scale=scale, signed=signed)
 
 
-def _distance_table(model: str, records: Sequence[Record]) -> Table | None:
+def _distance_table(model: str, records: Sequence[Record]) -> list[Table]:
     """A line per look-ahead: how alike states are, and what a predictor loses."""
     columns: list[tuple[str, Mapping[Any, Estimate], float, bool]] = [
         (f"cosine, {variant.replace('_', ' ')}", by_lookahead, 1.0, False)
@@ -347,51 +339,34 @@ def _distance_table(model: str, records: Sequence[Record]) -> Table | None:
                 (f"ln(perplexity / dense), sparse {units}", facts.loss, 1.0, False),
                 (f"of that due to distance, {units}", facts.loss_rise, 1.0, True),
             ]
-    columns = [column for column in columns if column[1]]
-    lookaheads = sorted({lookahead for _, by_lookahead, _, _ in columns for lookahead in by_lookahead})
-    if not lookaheads:
-        return None
-    return Table(
-        title=f"{model}: what distance costs",
-        columns=("look-ahead", *(title for title, *_ in columns)),
-        rows=tuple(
-            (
-                str(lookahead),
-                *(_cell(each.get(lookahead), scale=scale, signed=signed) for _, each, scale, signed in columns),
-            )
-            for lookahead in lookaheads
-        ),
-        caption=_caption(records, "lost: on the same tokens and layers as at look-ahead 0"),
-    )
+    rows = []
+    for lookahead in sorted({lookahead for _, found, _, _ in columns for lookahead in found}):
+        cells = {
+            title: _cell(each.get(lookahead), scale=scale, signed=signed) for title, each, scale, signed in columns
+        }
+        rows.append({"look-ahead": str(lookahead), **cells})
+    caption = _caption(records, "lost: on the same tokens and layers as at look-ahead 0")
+    return table_of(f"{model}: what distance costs", rows, caption)
 
 
-def _trait_table(records: Sequence[Record], name: str) -> Table | None:
+def _trait_table(records: Sequence[Record], name: str) -> list[Table]:
     """A line per model, of the ablation an activation function: what the sets of active neurons are like."""
-    models = compared_models(records)
-    columns: list[tuple[str, Callable[[Sequence[Record]], Estimate | None]]] = [
-        ("exactly zero (%)", lambda found: _of_models(chosen(found, "exact_zeros"))),
-        *(
-            (f"energy in the top {100 * share:g} % (%)", _energy(share))
-            for share in sorted({record["labels"]["top_share"] for record in chosen(records, "energy_share")})
-        ),
-        ("near the threshold (%)", lambda found: _of_models(chosen(found, "boundary_margin"))),
-        ("shared with the token before (%)", lambda found: _of_models(chosen(found, "reuse_tokens"))),
-    ]
-    cells = {model: [cell(found) for _, cell in columns] for model, found in models.items()}
-    cells = {model: row for model, row in cells.items() if any(cell is not None for cell in row)}
-    used = [i for i in range(len(columns)) if any(row[i] is not None for row in cells.values())]
-    if not used:
-        return None
-    return Table(
-        title=f"{name}: sets of active neurons",
-        columns=("model", *(columns[i][0] for i in used)),
-        rows=tuple((model, *(_cell(row[i], scale=100) for i in used)) for model, row in cells.items()),
-        caption=_caption(records),
-    )
-
-
-def _energy(share: float) -> Callable[[Sequence[Record]], Estimate | None]:
-    return lambda found: _of_models(chosen(found, "energy_share", top_share=share))
+    shares = sorted({record["labels"]["top_share"] for record in chosen(records, "energy_share")})
+    columns: dict[str, tuple[str, dict[str, Any]]] = {
+        "exactly zero (%)": ("exact_zeros", {}),
+        **{f"energy in the top {100 * share:g} % (%)": ("energy_share", {"top_share": share}) for share in shares},
+        "near the threshold (%)": ("boundary_margin", {}),
+        "shared with the token before (%)": ("reuse_tokens", {}),
+    }
+    rows = []
+    for model, found in compared_models(records).items():
+        cells = {
+            title: _cell(_of_models(chosen(found, metric, **labels)), scale=100)
+            for title, (metric, labels) in columns.items()
+        }
+        if set(cells.values()) != {EMPTY_CELL}:
+            rows.append({"model": model, **cells})
+    return table_of(f"{name}: sets of active neurons", rows, _caption(records))
 
 
 def _of_models(records: Sequence[Record]) -> Estimate | None:
@@ -400,32 +375,39 @@ def _of_models(records: Sequence[Record]) -> Estimate | None:
     return pooled(found, "all").get(0)
 
 
-def _effects_table(effects: Sequence[ReportedEffects]) -> Table | None:
+def _effects_table(effects: Sequence[ReportedEffects]) -> list[Table]:
     """A line per outcome, a column per factor."""
-    if not effects:
-        return None
-    factors = [factor for factor in FACTORS if any(factor in each.effects.main for each in effects)]
+    headings = {
+        factor: " instead of ".join(LEVEL_NAMES[level] for level in FACTORS[factor][::-1]) for factor in FACTORS
+    }
+    measured = {_measured_on(each) for each in effects}
     rows = []
     for each in effects:
-        cells = [_cell(each.effects.main.get(factor), scale=each.scale, signed=True) for factor in factors]
-        largest = each.effects.largest_interaction()
-        interaction = EMPTY_CELL
+        cells = {
+            heading: _cell(each.effects.main.get(factor), scale=each.scale, signed=True)
+            for factor, heading in headings.items()
+        }
+        largest, interaction = each.effects.largest_interaction(), EMPTY_CELL
         if largest is not None:
             interaction = f"{' × '.join(largest[0])} {_cell(largest[1], scale=each.scale, signed=True)}"
-        rows.append((each.title, each.unit or EMPTY_CELL, *cells, interaction, _measured_on(each)))
-    headings = [" instead of ".join(LEVEL_NAMES[level] for level in reversed(FACTORS[factor])) for factor in factors]
+        told = {"measured on": _measured_on(each)} if len(measured) > 1 else {}
+        rows.append(
+            {
+                "outcome": each.title,
+                "unit": each.unit or EMPTY_CELL,
+                **cells,
+                "largest interaction": interaction,
+                **told,
+            }
+        )
     left_out = sorted({seed for each in effects for seed in each.effects.incomplete_seeds})
-    columns = ("outcome", "unit", *headings, "largest interaction", "measured on")
-    caption = (
+    caption = [
+        *(measured if len(measured) == 1 else ()),  # a column that says one thing is a caption
         f"paired differences, mean over the other factors, {INTERVALS} (Student's t over seeds; interactions: "
-        "Bonferroni over all pairs)"
-    )
-    if len(same := {row[-1] for row in rows}) == 1:  # a column that says one thing is a caption
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-        caption = f"{same.pop()}; {caption}"
-    if left_out:
-        caption += f"; seeds left out of some rows, as models are missing: {', '.join(map(str, left_out))}"
-    return Table(title="ablation: effects", columns=columns, rows=tuple(rows), caption=caption)
+        "Bonferroni over all pairs)",
+        *([f"seeds left out of some rows, as models are missing: {', '.join(map(str, left_out))}"] if left_out else ()),
+    ]
+    return table_of("ablation: effects", rows, "; ".join(caption))
 
 
 def _measured_on(reported: ReportedEffects) -> str:
@@ -433,48 +415,40 @@ def _measured_on(reported: ReportedEffects) -> str:
     return f"{effects.num_models} models, seeds {', '.join(map(str, effects.seeds))}"
 
 
-def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects]) -> Table | None:
+def _models_table(records: Sequence[Record], effects: Sequence[ReportedEffects]) -> list[Table]:
     """A line per kind of model: the mean of each outcome over seeds."""
     known_records = with_derived(records)
-    values = [outcome_values(known_records, each.effects.outcome) for each in effects]
-    kinds = sorted({levels for by_seed in values for cells in by_seed.values() for levels in cells})
+    most = max((len(each.effects.seeds) for each in effects), default=0)
+    values: dict[str, tuple[float, dict[int, dict[Levels, float]]]] = {}
+    for each in effects:
+        heading = f"{each.title}{f' ({each.unit})' if each.unit else ''}".replace("points", "%")
+        count = len(each.effects.seeds)
+        heading += "" if count == most else f", {count} seeds"
+        values[heading] = each.scale, outcome_values(known_records, each.effects.outcome)
     rows = []
-    for kind in kinds:
-        cells = []
-        for each, by_seed in zip(effects, values, strict=True):
-            known = [cells_of[kind] for cells_of in by_seed.values() if kind in cells_of]
-            cells.append(f"{each.scale * mean(known):.4g}" if known else EMPTY_CELL)
-        rows.append((*(LEVEL_NAMES[level] for level in kind), *cells))
-    if not rows:
-        return None
-    headings = [f"{each.title}{f' ({each.unit})' if each.unit else ''}".replace("points", "%") for each in effects]
-    counts = [len(each.effects.seeds) for each in effects]
-    headings = [
-        title if count == max(counts) else f"{title}, {count} seeds"
-        for title, count in zip(headings, counts, strict=True)
+    for kind in sorted({levels for _, by_seed in values.values() for cells in by_seed.values() for levels in cells}):
+        row = dict(zip(FACTORS, (LEVEL_NAMES[level] for level in kind), strict=True))
+        for heading, (scale, by_seed) in values.items():
+            known = [cells[kind] for cells in by_seed.values() if kind in cells]
+            row[heading] = f"{scale * mean(known):.4g}" if known else EMPTY_CELL
+        rows.append(row)
+    as_many = ", or as many as a column says" if any(len(each.effects.seeds) < most for each in effects) else ""
+    return table_of("ablation: models", rows, f"means over {most} seeds{as_many}")
+
+
+def _relufication_table(records: Sequence[Record]) -> list[Table]:
+    rows = [
+        {
+            "number": pair.title,
+            "unit": pair.unit or EMPTY_CELL,
+            "SiLU": _cell(pair.silu, scale=pair.scale),
+            "ReLU": _cell(pair.relu, scale=pair.scale),
+            "difference": _cell(difference(pair.relu, pair.silu), scale=pair.scale, signed=True),
+        }
+        for pair in relufied_pairs(records)
     ]
-    return Table(
-        title="ablation: models",
-        columns=(*FACTORS, *headings),
-        rows=tuple(rows),
-        caption=f"means over {max(counts)} seeds" + ("" if len(set(counts)) == 1 else ", or as many as a column says"),
-    )
-
-
-def _relufication_table(records: Sequence[Record]) -> Table | None:
-    rows = []
-    for pair in relufied_pairs(records):
-        cells = [_cell(side, scale=pair.scale) for side in (pair.silu, pair.relu)]
-        change = _cell(difference(pair.relu, pair.silu), scale=pair.scale, signed=True)
-        rows.append((pair.title, pair.unit or EMPTY_CELL, *cells, change))
-    if not rows:
-        return None
-    return Table(
-        title="relufication: ReLU instead of SiLU in one model",
-        columns=("number", "unit", "SiLU", "ReLU", "difference"),
-        rows=tuple(rows),
-        caption=_caption(records, "differences as if the two were not paired (MOVER)"),
-    )
+    caption = _caption(records, "differences as if the two were not paired (MOVER)")
+    return table_of("relufication: ReLU instead of SiLU in one model", rows, caption)
 
 
 def _caption(records: Sequence[Record], *more: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 EMPTY_CELL = "–"
@@ -21,12 +22,6 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
-
-    def without_empty_columns(self, *, keep: int = 0) -> Table:
-        """The table without columns that say nothing, but for the first `keep`."""
-        used = [i for i in range(len(self.columns)) if i < keep or any(row[i] != EMPTY_CELL for row in self.rows)]
-        columns, *rows = (tuple(cells[i] for i in used) for cells in (self.columns, *self.rows))
-        return replace(self, columns=columns, rows=tuple(rows))
 
     def to_markdown(self) -> str:
         lines = [f"**{_escape_markdown(self.title)}**", ""] if self.title else []
@@ -72,12 +67,16 @@ def make_table(
     title: str, rows: Sequence[Row], columns: Sequence[Column[Row]], caption: Sequence[str] = (), *, keep: int = 0
 ) -> Table:
     """A line per row, without empty columns but for the first `keep`; the caption's parts, as far as there are any."""
-    return Table(
-        title=title,
-        columns=tuple(heading for heading, _ in columns),
-        rows=tuple(tuple(cell(row) for _, cell in columns) for row in rows),
-        caption="; ".join(filter(None, caption)),
-    ).without_empty_columns(keep=keep)
+    cells = {heading: [cell(row) for row in rows] for heading, cell in columns}
+    used = [name for i, name in enumerate(cells) if i < keep or any(cell != EMPTY_CELL for cell in cells[name])]
+    lines = zip(*(cells[name] for name in used), strict=True)
+    return Table(title=title, columns=tuple(used), rows=tuple(lines), caption="; ".join(filter(None, caption)))
+
+
+def table_of(title: str, rows: Sequence[Mapping[str, str]], caption: str = "") -> list[Table]:
+    """One table of rows of cells by heading, which all have the same; none where there are no rows."""
+    columns: list[Column[Mapping[str, str]]] = [(name, itemgetter(name)) for name in (rows[0] if rows else ())]
+    return [make_table(title, rows, columns, [caption])] if rows else []
 
 
 def format_number(number: float | None) -> str:

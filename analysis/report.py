@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
+from matplotlib.figure import Figure
 
 from analysis.accuracy import compare_accuracy
 from analysis.comparison import compare, group_by_task
@@ -120,7 +121,7 @@ PAGE = """{% macro show(table, section="") %}
 {% for answer in answers %}
 <p><strong>{{ answer.question }}</strong> {{ answer.text }}</p>
 {% endfor %}
-{% for answer in answers if answer.table %}{{ show(answer.table) }}{% endfor %}
+{% for answer in answers %}{% for table in answer.tables %}{{ show(table) }}{% endfor %}{% endfor %}
 {% for name, tables in sections.items() %}
 <h2>{{ section_title(name) }}</h2>
 {% for table in tables %}{{ show(table, name) }}{% endfor %}

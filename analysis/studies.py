@@ -11,7 +11,7 @@ from typing import Any
 
 from analysis.comparison import latest_records
 from analysis.intervals import Estimate, estimate_of, mean_with_interval, rank_correlation, share_of_gain
-from analysis.results import Record, read_records
+from analysis.results import Record, grouped, read_records
 
 STUDY_NAMES = ("drift", "ablation", "relufication")
 # The level of OPT, on which Deja Vu works, then Llama's: an effect is the second minus the first.
@@ -64,18 +64,24 @@ def studied_models(records: Sequence[Record]) -> dict[str, list[Record]]:
     Of a model that was measured under several conditions (text, precision) each metric has only those of its newest
     record, so that no curve mixes them.
     """
-    models: dict[str, dict[str, dict[tuple[Any, ...], list[Record]]]] = {}
-    for record in latest_records([record for record in records if record["name"] == "drift"]):
-        conditions = tuple(record["labels"].get(label) for label in CONDITION_LABELS)
-        by_conditions = models.setdefault(model_of(record), {}).setdefault(record["metric"], {})
-        by_conditions.setdefault(conditions, []).append(record)
+
+    def conditions(record: Record) -> tuple[Any, ...]:
+        return tuple(record["labels"].get(label) for label in CONDITION_LABELS)
+
+    def newest(of_metric: Sequence[Record]) -> list[Record]:
+        return max(grouped(of_metric, conditions).values(), key=newest_date)
+
+    models = grouped(latest_records(record for record in records if record["name"] == "drift"), model_of)
     return {
-        model: [record for groups in metrics.values() for record in max(groups.values(), key=_newest_date)]
-        for model, metrics in models.items()
+        model: [
+            record for of_metric in grouped(found, lambda each: each["metric"]).values() for record in newest(of_metric)
+        ]
+        for model, found in models.items()
     }
 
 
-def _newest_date(records: Sequence[Record]) -> str:
+def newest_date(records: Sequence[Record]) -> str:
+    """Of the newest of some records."""
     return max(str(record["environment"].get("date") or "") for record in records)
 
 
@@ -95,22 +101,25 @@ def compared_models(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def of_complete_seeds(records: Sequence[Record]) -> list[Record]:
     """Of the ablation's records, number by number: those of seeds that have it of every kind of model that any has."""
-    kinds: dict[tuple[Any, ...], dict[Any, set[tuple[Any, ...]]]] = {}
 
-    def place(record: Record) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-        labels = record["labels"]
-        other = sorted((name, repr(each)) for name, each in labels.items() if name not in (*FACTORS, "seed", "model"))
-        return (record["metric"], *other), labels.get("seed"), tuple(labels.get(factor) for factor in FACTORS)
+    def number(record: Record) -> tuple[Any, ...]:
+        labels = record["labels"].items()
+        return record["metric"], *sorted(
+            (name, repr(each)) for name, each in labels if name not in (*FACTORS, "seed", "model")
+        )
 
-    for outcome, seed, kind in map(place, records):
-        kinds.setdefault(outcome, {}).setdefault(seed, set()).add(kind)
-    complete = {
-        (outcome, seed)
-        for outcome, by_seed in kinds.items()
-        for seed, found in by_seed.items()
-        if found == set().union(*by_seed.values())
-    }
-    return [record for record in records if place(record)[:2] in complete]
+    complete: set[int] = set()
+    for same in grouped(records, number).values():
+        by_seed = grouped(same, lambda record: record["labels"].get("seed"))
+        kinds = {seed: set(map(levels_of, found)) for seed, found in by_seed.items()}
+        every = set().union(*kinds.values())
+        complete |= {id(record) for seed, found in by_seed.items() if kinds[seed] == every for record in found}
+    return [record for record in records if id(record) in complete]
+
+
+def levels_of(record: Record) -> tuple[Any, ...]:
+    """Of a model of the ablation its level of each factor."""
+    return tuple(record["labels"].get(factor) for factor in FACTORS)
 
 
 def chosen(records: Sequence[Record], metric: str, **labels: Any) -> list[Record]:
@@ -130,15 +139,12 @@ def by_label(records: Sequence[Record], label: str) -> dict[Any, Record]:
 
 def pooled(records: Sequence[Record], label: str) -> dict[Any, Estimate]:
     """By value of a label: a model's own estimate; of several models their mean, with an interval over their seeds."""
-    values: dict[Any, dict[Any, list[Record]]] = {}
-    for record in records:
-        if (value := record["labels"].get(label)) is not None:
-            values.setdefault(value, {}).setdefault(record["labels"].get("seed"), []).append(record)
+    known = [record for record in records if record["labels"].get(label) is not None]
     found = {}
-    for value, by_seed in sorted(values.items()):
-        alone = [record for of_seed in by_seed.values() for record in of_seed]
+    for value, alike in sorted(grouped(known, lambda record: record["labels"][label]).items()):
+        by_seed = grouped(alike, lambda record: record["labels"].get("seed"))
         means = [mean(record["value"] for record in of_seed) for of_seed in by_seed.values()]
-        found[value] = estimate_of(alone[0]) if len(alone) == 1 else mean_with_interval(means)
+        found[value] = estimate_of(alike[0]) if len(alike) == 1 else mean_with_interval(means)
     return found
 
 
@@ -251,26 +257,19 @@ def outcome_values(records: Sequence[Record], outcome: Outcome) -> dict[int, dic
     Models trained on different texts are experiments of their own, never one: of several that have the outcome, the
     one with the most models (then the newest).
     """
-    by_text: dict[Any, list[Record]] = {}
-    for record in latest_records(one for one in records if one["name"] == "ablation" and outcome.matches(one)):
-        by_text.setdefault(record["labels"].get("text"), []).append(record)
+    ablation = latest_records(record for record in records if record["name"] == "ablation" and outcome.matches(record))
+    by_text = grouped(ablation, lambda record: record["labels"].get("text"))
     found: dict[int, dict[Levels, float]] = {}
-    for record in max(by_text.values(), key=_extent, default=()):
-        labels = record["labels"]
-        levels = tuple(labels.get(factor) for factor in FACTORS)
+    for record in max(by_text.values(), key=lambda one: (len(one), newest_date(one)), default=()):
+        levels = levels_of(record)
         if not all(level in known for level, known in zip(levels, FACTORS.values(), strict=True)):
             continue
-        cells = found.setdefault(int(labels.get("seed") or 0), {})
+        cells = found.setdefault(int(record["labels"].get("seed") or 0), {})
         if levels in cells:
-            told = ", ".join(f"{name} {setting}" for name, setting in labels.items())
+            told = ", ".join(f"{name} {setting}" for name, setting in record["labels"].items())
             raise ValueError(f"several values of {outcome.metric} for one model of the ablation ({told})")
         cells[levels] = outcome.value(record)
     return found
-
-
-def _extent(records: Sequence[Record]) -> tuple[int, str]:
-    """Of one experiment's records of an outcome: how many, and their newest date."""
-    return len(records), max(str(record["environment"].get("date") or "") for record in records)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ def text_of(question: str, *records: Record) -> str:
 
 
 def rows_of(answer: Answer) -> list[dict[str, str]]:
-    assert answer.table is not None
-    return [dict(zip(answer.table.columns, row, strict=True)) for row in answer.table.rows]
+    (table,) = answer.tables
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def distance(drop: float, half: float | None, *, far: float = 0.1, **labels: object) -> list[Record]:
@@ -115,7 +115,7 @@ def test_the_answer_begins_with_yes_or_no_and_names_what_it_was_measured_on(
     assert near["of the gain (%)"] == share and near["drift explains it"] == answer.lower()
     assert near["recall, own layer (%)"] == "70.0 [69.0, 71.0]" and near["always the same units (%)"] == "50.0"
     assert far["lost to distance (points)"] == "+10.0 [+8.0, +12.0]" and far["drift explains it"] == "in part"
-    assert found.table is not None and "density 0.5, calibrated on 8192 tokens" in found.table.caption
+    assert "density 0.5, calibrated on 8192 tokens" in found.tables[0].caption
 
 
 def test_the_model_that_loses_most_decides_and_the_largest_rank_has_a_row() -> None:
