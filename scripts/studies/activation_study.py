@@ -27,29 +27,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from data.bootstrap import Interval, Resampling, ratio
+from data.bootstrap import Resampling, ratio
 from modules.decoder import Decoder
 from modules.sparsity import num_kept
 from scripts.studies.lookahead_fits import advance_observed, chunks_of, largest_writers
+from scripts.studies.measures import Measure
 from sparse_predictor.selection import remove_sparsity
 
 MARGIN = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationPoint:
-    """One number: over all layers that have it, and of each (None: the layer has none). `labels` say which. Of reuse
-    also what it is compared with, and the interval of reuse minus `static`, paired."""
-
-    metric: str
-    value: float
-    interval: Interval
-    per_layer: list[float | None]
-    labels: dict[str, float | int]
-    chance: float | None = None
-    static: float | None = None
-    above_static: float | None = None
-    above_static_interval: Interval | None = None
 
 
 @dataclass
@@ -78,7 +63,7 @@ def activation_study(
     lookaheads: Sequence[int] = (1, 2, 4, 8),
     seed: int = 0,
     on_step: Callable[[int, int], object] | None = None,
-) -> list[ActivationPoint]:
+) -> list[Measure]:
     """All points, over windows int64 [W, T] of real tokens, T and W at least 2. Look-aheads (of `reuse_layers`) that no
     layer has are left out. `on_step` hears (chunks of text done, chunks in all). Leaves the model dense. ValueError for
     a model that is cut, shares outside (0, 1], look-aheads below 1, too little text.
@@ -139,11 +124,11 @@ def _count(counts: LayerCounts, writes: Tensor, num_windows: int, top_counts: Se
     return active
 
 
-def _mean_point(metric: str, per_window: Sequence[Tensor], resampling: Resampling, **labels: float) -> ActivationPoint:
+def _mean_point(metric: str, per_window: Sequence[Tensor], resampling: Resampling, **labels: float) -> Measure:
     """Of means [W] a layer, over windows of one length."""
     means = torch.stack(list(per_window)).double().cpu()
     value, resampled = float(means.mean()), resampling.totals(means.mean(0)) / means.shape[1]
-    return ActivationPoint(
+    return Measure(
         metric=metric,
         value=value,
         interval=resampling.interval(value, resampled),
@@ -158,7 +143,7 @@ def _reuse_points(
     resampling: Resampling,
     num_tokens: int,
     density: float,
-) -> list[ActivationPoint]:
+) -> list[Measure]:
     """Reuse between tokens, and between layers at each look-ahead."""
     active = [torch.cat(counts.active).double() for counts in layers]  # [W, F]
     elsewhere = []  # how often a neuron is active in the other windows
@@ -166,7 +151,7 @@ def _reuse_points(
         other_tokens = num_tokens * (len(counts) - 1) / len(counts)
         elsewhere.append((counts.sum(0) - counts) / other_tokens)
 
-    def point(metric: str, pairs: dict[int, tuple[Tensor, Tensor, int]], **labels: float) -> ActivationPoint:
+    def point(metric: str, pairs: dict[int, tuple[Tensor, Tensor, int]], **labels: float) -> Measure:
         """`pairs` by layer: reused and candidates [W], and the layer that the candidates are of."""
         reused, candidates, expected, sizes = (
             torch.stack(parts).double().cpu()
@@ -183,16 +168,18 @@ def _reuse_points(
         value, static = float(ratio(reused.sum(), candidates.sum())), float(ratio(expected.sum(), sizes.sum()))
         per_layer = dict(zip(pairs, ratio(reused.sum(1), candidates.sum(1)).tolist(), strict=True))
         others = torch.stack([active[layer].mean() for layer in pairs]) * len(active[0]) / num_tokens
-        return ActivationPoint(
+        return Measure(
             metric=metric,
             value=value,
             interval=resampling.interval(value, resampled),
             per_layer=[per_layer.get(layer) for layer in range(len(layers))],
             labels={"density": density, **labels},
-            chance=float(others.mean()),
-            static=static,
-            above_static=value - static,
-            above_static_interval=resampling.interval(value - static, resampled - by_frequency),
+            extras={
+                "baseline": {"name": "chance", "value": float(others.mean())},
+                "static": static,
+                "above_static": value - static,
+                "above_static_interval": resampling.interval(value - static, resampled - by_frequency),
+            },
         )
 
     points = [

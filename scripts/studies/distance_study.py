@@ -21,13 +21,13 @@ Legend: W windows, T tokens, S resamples, R a token's number of true units.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from analysis.studies import DENSITY_LABELS
 from data.bootstrap import Interval, Resampling, ratio
 from modules.decoder import Decoder
 from modules.sparsity import Block
@@ -43,55 +43,10 @@ from scripts.studies.distance_measures import (
     measure_overlaps,
     window_losses,
 )
+from scripts.studies.measures import Measure
 from sparse_predictor.selection import remove_sparsity
 
 Run = tuple[Block, Setting]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistancePoint:
-    """One predictor of one kind of block, at every layer.
-
-    `own_recall`: the same predictor on the block's own input, same tokens and layers; `recall_drop` is recall minus
-    that (below 0: distance costs). `static_recall`: the same units for every token, those of the largest mean.
-    `r_precision`: the share of true units among as many picks as each token has true ones, equal to recall where that
-    is always `predicted_density`; `static_r_precision`: the same units' order for every token, cut at its R. What
-    `per_layer_recall` does not hold (layer not sampled, or nothing that far back) is None. `true_density`: share of
-    units that are true (below `predicted_density` where units are exactly zero). `loss_rise`: nats per token above the
-    run at look-ahead 0, same text. None: not measured. `num_tokens`, `perplexity_tokens`: of test text.
-    """
-
-    study: Study
-    block: Block
-    lookahead: int
-    predictor_rank: int
-    calibration_tokens: int
-    density: float
-    num_tokens: int
-    recall: float
-    recall_interval: Interval
-    precision: float
-    precision_interval: Interval
-    predicted_density: float
-    true_density: float
-    per_layer_recall: list[float | None]
-    own_recall: float
-    own_recall_interval: Interval
-    recall_drop: float
-    recall_drop_interval: Interval
-    static_recall: float
-    static_recall_interval: Interval
-    r_precision: float
-    r_precision_interval: Interval
-    static_r_precision: float
-    static_r_precision_interval: Interval
-    perplexity: float | None = None
-    perplexity_interval: Interval | None = None
-    perplexity_tokens: int | None = None
-    dense_perplexity: float | None = None
-    perplexity_ratio_interval: Interval | None = None
-    loss_rise: float | None = None
-    loss_rise_interval: Interval | None = None
 
 
 @torch.inference_mode()
@@ -112,8 +67,16 @@ def distance_study(
     perplexity_windows: int | None = None,
     seed: int = 0,
     on_step: Callable[[int, int], object] | None = None,
-) -> list[DistancePoint]:
-    """All points of the three studies, of both kinds of block; calibration, test int64 [W, T], all real tokens.
+) -> list[Measure]:
+    """What is measured of each predictor of the three studies, of both kinds of block; calibration, test int64 [W, T],
+    all real tokens. Shares between 0 and 1 but where another unit stands:
+
+    - `recall`, against the same units for every token (`static`), those of the largest mean; with `predicted_density`,
+      and `true_density`, the share of units that are true (below where units are exactly zero)
+    - `precision`
+    - `r_precision`, of neurons, likewise against the same units' order (groups of heads always write: it is recall)
+    - `recall_drop`: recall on the block's own input, same tokens and layers, minus recall: above 0, distance costs
+    - `perplexity`, against dense; `loss_rise`: nats per token above the run at look-ahead 0, same text
 
     `study_lookaheads`: where rank and amount of text are varied (None: 0 and the largest up to 4). `ranks` (None: a
     quarter to four times the automatic one; cut to what a map can have) and `calibration_tokens` (None: an eighth to
@@ -171,86 +134,90 @@ def distance_study(
         predictors = measures[plan.block].predictors.pop(setting)
         losses[plan.block, setting] = attached_losses(model, plan, setting, predictors, scored)
         advance_steps()
-    return [
-        DistancePoint(
-            study=study,
-            block=plan.block,
-            lookahead=setting.lookahead,
-            predictor_rank=setting.rank,
-            calibration_tokens=setting.calibration_tokens,
-            density=plan.density,
-            num_tokens=test.numel(),
-            **_recall_fields(plan, setting, measures[plan.block], resampling, config.num_hidden_layers, test.shape[1]),
-            **_perplexity_fields(plan.block, setting, losses, resampling_scored, scored.numel()),
-        )
-        for plan in plans
-        for study, setting in plan.points
-    ]
+    found: list[Measure] = []
+    for plan in plans:
+        for study, setting in plan.points:
+            labels = {
+                "study": study,
+                "block": plan.block,
+                "lookahead": setting.lookahead,
+                "predictor_rank": setting.rank,
+                "calibration_tokens": setting.calibration_tokens,
+                DENSITY_LABELS[plan.block]: plan.density,
+            }
+            found += _recall_measures(
+                {**labels, "num_tokens": test.numel()},
+                plan,
+                setting,
+                measures[plan.block],
+                resampling,
+                config.num_hidden_layers,
+                test.shape[1],
+            )
+            if (plan.block, setting) in losses:
+                labels["num_tokens"] = scored.numel()
+                found += _perplexity_measures(labels, plan.block, setting, losses, resampling_scored)
+    return found
 
 
-def _recall_fields(
+def _recall_measures(
+    labels: dict[str, Any],
     plan: BlockPlan,
     setting: Setting,
     measured: BlockMeasures,
     resampling: Resampling,
     num_layers: int,
     window: int,
-) -> dict[str, Any]:
-    """What a point says of recall and precision, over the layers that look as far ahead as the setting."""
-    layers = plan.layers_looking_ahead(setting.lookahead)
+) -> Iterator[Measure]:
+    """Recall and precision, over the layers that look as far ahead as the setting."""
+    layers, own = plan.layers_looking_ahead(setting.lookahead), setting.without_distance
 
     def by_window(counts: Mapping[Any, Tensor], key: Callable[[int], Any]) -> Tensor:
         return torch.stack([counts[key(layer)] for layer in layers]).double().cpu()  # [layers, W]
 
-    def by_setting(counts: Mapping[tuple[Setting, int], Tensor]) -> dict[Setting, Tensor]:
-        return {
-            one: by_window(counts, lambda layer, one=one: (one, layer))  # type: ignore[misc]
-            for one in {setting, setting.without_distance, plan.static}
-        }
-
-    def share_of_true(counts: Tensor) -> tuple[float, Tensor]:
-        return float(ratio(counts.sum(), true.sum())), resampling.ratios(counts.sum(0), true.sum(0))
+    def share_of_true(counts: Mapping[tuple[Setting, int], Tensor], one: Setting) -> tuple[float, Tensor]:
+        found = by_window(counts, lambda layer: (one, layer))
+        return float(ratio(found.sum(), true.sum())), resampling.ratios(found.sum(0), true.sum(0))
 
     true = by_window(measured.true, lambda layer: layer)
-    found, found_at_r = by_setting(measured.found), by_setting(measured.found_at_r)
-    recalls = {one: share_of_true(counts) for one, counts in found.items()}
-    recall = {one: share for one, (share, _) in recalls.items()}
-    resampled = {one: draws for one, (_, draws) in recalls.items()}
-    r_precision, static_r_precision = (share_of_true(found_at_r[one]) for one in (setting, plan.static))
+    found = by_window(measured.found, lambda layer: (setting, layer))
     num_chosen = torch.full_like(true, float(plan.count * window))
-    precision = float(found[setting].sum() / num_chosen.sum())
-    own = setting.without_distance
-    recall_drop = recall[setting] - recall[own]
-    per_layer = dict(zip(layers, ratio(found[setting].sum(1), true.sum(1)).tolist(), strict=True))
-    return {
-        "recall": recall[setting],
-        "recall_interval": resampling.interval(recall[setting], resampled[setting]),
-        "precision": precision,
-        "precision_interval": resampling.interval(
-            precision, resampling.ratios(found[setting].sum(0), num_chosen.sum(0))
-        ),
-        "predicted_density": plan.count / plan.num_units,
-        "true_density": float(true.sum() / num_chosen.sum()) * plan.count / plan.num_units,
-        "per_layer_recall": [per_layer.get(layer) for layer in range(num_layers)],
-        "own_recall": recall[own],
-        "own_recall_interval": resampling.interval(recall[own], resampled[own]),
-        "recall_drop": recall_drop,
-        "recall_drop_interval": resampling.interval(recall_drop, resampled[setting] - resampled[own]),
-        "static_recall": recall[plan.static],
-        "static_recall_interval": resampling.interval(recall[plan.static], resampled[plan.static]),
-        "r_precision": r_precision[0],
-        "r_precision_interval": resampling.interval(*r_precision),
-        "static_r_precision": static_r_precision[0],
-        "static_r_precision_interval": resampling.interval(*static_r_precision),
-    }
+    recall, resampled = share_of_true(measured.found, setting)
+    per_layer = dict(zip(layers, ratio(found.sum(1), true.sum(1)).tolist(), strict=True))
+    yield Measure(
+        metric="recall",
+        labels=labels,
+        value=recall,
+        interval=resampling.interval(recall, resampled),
+        per_layer=[per_layer.get(layer) for layer in range(num_layers)],
+        extras={
+            "baseline": {"name": "static", "value": share_of_true(measured.found, plan.static)[0]},
+            "predicted_density": plan.count / plan.num_units,
+            "true_density": float(true.sum() / num_chosen.sum()) * plan.count / plan.num_units,
+        },
+    )
+    precision = float(found.sum() / num_chosen.sum())
+    interval = resampling.interval(precision, resampling.ratios(found.sum(0), num_chosen.sum(0)))
+    yield Measure(metric="precision", labels=labels, value=precision, interval=interval)
+    if plan.block == "mlp":
+        at_r, draws = share_of_true(measured.found_at_r, setting)
+        static = {"name": "static", "value": share_of_true(measured.found_at_r, plan.static)[0]}
+        interval = resampling.interval(at_r, draws)
+        yield Measure(metric="r_precision", labels=labels, value=at_r, interval=interval, extras={"baseline": static})
+    if setting.lookahead:
+        own_recall, own_resampled = share_of_true(measured.found, own)
+        low, high = resampling.interval(recall - own_recall, resampled - own_resampled)
+        yield Measure(metric="recall_drop", labels=labels, value=own_recall - recall, interval=(-high, -low))
 
 
-def _perplexity_fields(
-    block: Block, setting: Setting, losses: Mapping[Run | None, Tensor], resampling: Resampling, num_tokens: int
-) -> dict[str, Any]:
-    """What a point says of perplexity; nothing if no run was made with its setting. `losses` [W]: None is dense."""
-    if (block, setting) not in losses:
-        return {}
+def _perplexity_measures(
+    labels: dict[str, Any],
+    block: Block,
+    setting: Setting,
+    losses: Mapping[Run | None, Tensor],
+    resampling: Resampling,
+) -> Iterator[Measure]:
+    """Of the run with this setting. `losses` [W]: None is dense."""
     sparse, own, dense = (losses[run] for run in ((block, setting), (block, setting.without_distance), None))
 
     def of_mean(per_window: Tensor) -> Interval:
@@ -260,12 +227,16 @@ def _perplexity_fields(
     def exponentials(interval: Interval) -> Interval:
         return math.exp(interval[0]), math.exp(interval[1])
 
-    return {
-        "perplexity": math.exp(float(sparse.mean())),
-        "perplexity_interval": exponentials(of_mean(sparse)),
-        "perplexity_tokens": num_tokens,
-        "dense_perplexity": math.exp(float(dense.mean())),
-        "perplexity_ratio_interval": exponentials(of_mean(sparse - dense)),
-        "loss_rise": float((sparse - own).mean()),
-        "loss_rise_interval": of_mean(sparse - own),
-    }
+    yield Measure(
+        metric="perplexity",
+        labels=labels,
+        value=math.exp(float(sparse.mean())),
+        interval=exponentials(of_mean(sparse)),
+        extras={
+            "baseline": {"name": "dense", "value": math.exp(float(dense.mean()))},
+            "ratio_interval": exponentials(of_mean(sparse - dense)),
+        },
+    )
+    if setting.lookahead:
+        rise = sparse - own
+        yield Measure(metric="loss_rise", labels=labels, value=float(rise.mean()), interval=of_mean(rise), unit="nats")

@@ -5,23 +5,23 @@ Used by `drift` and, on each small model that they train, by `ablation` and `rel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from loguru import logger
 from torch import Tensor
 
-from analysis.results import Record, environment_stamp, make_record
-from analysis.studies import DENSITY_LABELS
+from analysis.results import Record, environment_stamp
 from modules.decoder import Decoder
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import progress
-from scripts.studies.activation_study import ActivationPoint, activation_study
+from scripts.studies.activation_study import activation_study
 from scripts.studies.distance_measures import spread_layers
-from scripts.studies.distance_study import DistancePoint, distance_study
+from scripts.studies.distance_study import distance_study
 from scripts.studies.drift_sources import MIN_WINDOWS, WindowStates, check_calibration
-from scripts.studies.embedding_drift import AddUp, CkaSums, DriftSums, Measure, StateMoments, StateRows, StateSource
+from scripts.studies.embedding_drift import AddUp, CkaSums, DriftSums, StateMoments, StateRows, StateSource
+from scripts.studies.measures import Measure, StudyRecords
 
 Part = Literal["drift", "distance", "activation"]
 PARTS: tuple[Part, ...] = ("drift", "distance", "activation")
@@ -94,7 +94,7 @@ def drift_records(
     settings = settings or DriftSettings()
     settings.check()
     mesh = mesh or ParallelMesh.single(model.device)
-    study = StudyRecords(name, labels, environment_stamp(str(model.device)))
+    study = StudyRecords(name=name, labels=labels, environment=environment_stamp(str(model.device)))
     parts = set(settings.parts)
     if "distance" in parts and mesh.world_size == 1:
         check_calibration(calibration.numel(), calibration.shape[1], model.config.hidden_size)
@@ -110,12 +110,11 @@ def drift_records(
             states, settings.max_lookahead, labels=labels, name=name, seed=seed, add_up=mesh.sum, quiet=quiet
         )
     if "distance" in parts:
-        records += study.of_distances(_distance_points(model, calibration, test, settings, seed=seed, quiet=quiet))
+        records += study.of(_distances(model, calibration, test, settings, seed=seed, quiet=quiet))
     if "activation" in parts:
         windows = test[: settings.activation_windows]
-        records += study.of_activations(
-            _activation_points(model, windows, settings, seed=seed, quiet=quiet), num_tokens=windows.numel()
-        )
+        measures = _activations(model, windows, settings, seed=seed, quiet=quiet)
+        records += study.of(measures, num_tokens=windows.numel())
     return records
 
 
@@ -149,14 +148,13 @@ def drift_measure_records(
     for each in sums:
         each.finish(add_up)
     measures = [measure for each in sums for measure in each.measures(seed)]
-    return StudyRecords(name, labels, environment_stamp(str(states.device))).of_measures(
-        measures, num_tokens=states.num_rows
-    )
+    study = StudyRecords(name=name, labels=labels, environment=environment_stamp(str(states.device)))
+    return study.of(measures, num_tokens=states.num_rows)
 
 
-def _distance_points(
+def _distances(
     model: Decoder, calibration: Tensor, test: Tensor, settings: DriftSettings, *, seed: int, quiet: bool
-) -> list[DistancePoint]:
+) -> list[Measure]:
     num_layers = model.config.num_hidden_layers
     lookaheads = range(min(settings.max_lookahead, num_layers - 1) + 1)
     layers = None if settings.distance_layers is None else spread_layers(num_layers, settings.distance_layers)
@@ -184,9 +182,7 @@ def _distance_points(
         )
 
 
-def _activation_points(
-    model: Decoder, windows: Tensor, settings: DriftSettings, *, seed: int, quiet: bool
-) -> list[ActivationPoint]:
+def _activations(model: Decoder, windows: Tensor, settings: DriftSettings, *, seed: int, quiet: bool) -> list[Measure]:
     lookaheads = [one for one in (1, 2, 4, 8) if one <= settings.max_lookahead]
     with progress((), "sparsity of neurons", quiet=quiet, unit="step") as bar:
         return activation_study(
@@ -205,111 +201,3 @@ def _mover(bar: Any) -> Callable[[int, int], None]:
         bar.update(done - bar.n)
 
     return move
-
-
-@dataclass(frozen=True)
-class StudyRecords:
-    """Makes records with the labels and the environment that all of them share."""
-
-    name: str
-    labels: Mapping[str, Any]
-    environment: Mapping[str, Any]
-
-    def record(self, metric: str, value: float, labels: Mapping[str, Any], unit: str = "", **more: Any) -> Record:
-        """One record; `labels` are its own, `more` what `make_record` takes."""
-        return make_record(
-            self.name, {**self.labels, **labels}, metric, value, unit, environment=self.environment, **more
-        )
-
-    def of_measures(self, measures: Iterable[Measure], *, num_tokens: int) -> list[Record]:
-        """Cosines, relative updates, CKA."""
-        return [
-            self.record(
-                one.metric,
-                one.value,
-                {**one.labels, "num_tokens": num_tokens},
-                interval=one.interval,
-                per_layer=one.per_layer,
-                **one.extras,
-            )
-            for one in measures
-        ]
-
-    def of_distances(self, points: Iterable[DistancePoint]) -> list[Record]:
-        """The metrics of each point, shares between 0 and 1 but where another unit stands.
-
-        Recall (against the same units for every token), precision, of neurons r_precision (of the R best-scored, R the
-        number of a token's true ones; likewise against the same for every token; groups of heads always write, so it
-        would be their recall), recall_drop (recall at look-ahead 0 minus that on the same tokens and layers: above 0,
-        distance costs), perplexity (against dense) and loss_rise (nats per token).
-        """
-        found = []
-        for one in points:
-            labels: dict[str, Any] = {
-                "study": one.study,
-                "block": one.block,
-                "lookahead": one.lookahead,
-                "predictor_rank": one.predictor_rank,
-                "calibration_tokens": one.calibration_tokens,
-                DENSITY_LABELS[one.block]: one.density,
-                "num_tokens": one.num_tokens,
-            }
-            found.append(
-                self.record(
-                    "recall",
-                    one.recall,
-                    labels,
-                    baseline={"name": "static", "value": one.static_recall},
-                    interval=one.recall_interval,
-                    per_layer=one.per_layer_recall,
-                    predicted_density=one.predicted_density,
-                    true_density=one.true_density,
-                )
-            )
-            found.append(self.record("precision", one.precision, labels, interval=one.precision_interval))
-            if one.block == "mlp":
-                found.append(
-                    self.record(
-                        "r_precision",
-                        one.r_precision,
-                        labels,
-                        baseline={"name": "static", "value": one.static_r_precision},
-                        interval=one.r_precision_interval,
-                    )
-                )
-            if one.lookahead:
-                low, high = one.recall_drop_interval
-                found.append(self.record("recall_drop", -one.recall_drop, labels, interval=(-high, -low)))
-            if one.perplexity is None:
-                continue
-            labels |= {"num_tokens": one.perplexity_tokens}
-            dense = {"name": "dense", "value": one.dense_perplexity}
-            found.append(
-                self.record(
-                    "perplexity",
-                    one.perplexity,
-                    labels,
-                    baseline=dense,
-                    interval=one.perplexity_interval,
-                    ratio_interval=one.perplexity_ratio_interval,
-                )
-            )
-            if one.lookahead and one.loss_rise is not None:
-                found.append(self.record("loss_rise", one.loss_rise, labels, "nats", interval=one.loss_rise_interval))
-        return found
-
-    def of_activations(self, points: Iterable[ActivationPoint], *, num_tokens: int) -> list[Record]:
-        """How neurons' outputs are spread, and how long they stay active: against chance, and against neurons that are
-        often active anyway (`static`)."""
-        found = []
-        for one in points:
-            compared: dict[str, Any] = {}
-            if one.chance is not None:
-                compared["baseline"] = {"name": "chance", "value": one.chance}
-            if one.static is not None:
-                compared |= {"static": one.static, "above_static": one.above_static}
-                compared["above_static_interval"] = one.above_static_interval
-            labels = {**one.labels, "num_tokens": num_tokens}
-            more = {"interval": one.interval, "per_layer": one.per_layer, **compared}
-            found.append(self.record(one.metric, one.value, labels, **more))
-        return found

@@ -40,13 +40,14 @@ Legend: S states (2L + 1), n rows, D hidden, G groups, U units (sets of groups),
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from data.bootstrap import Resampling
+from scripts.studies.measures import Measure
 
 POINTS = ("block_input", "after_attention", "after_mlp")
 VARIANTS = ("raw", "centred", "standardised", "no_massive")
@@ -90,18 +91,6 @@ class StateSource(Protocol):
     dtype: torch.dtype
 
     def __iter__(self) -> Iterator[StateRows]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """One number with its labels, 95 % interval (None: of one group only), a value per layer (None: no such pair)."""
-
-    metric: str
-    labels: dict[str, Any]
-    value: float
-    interval: tuple[float, float] | None
-    per_layer: list[float | None]
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 class StateMoments:

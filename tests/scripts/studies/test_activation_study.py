@@ -9,7 +9,8 @@ import torch
 import scripts.studies.lookahead_fits as lookahead_fits
 from data.bootstrap import Resampling
 from modules.decoder import Decoder
-from scripts.studies.activation_study import ActivationPoint, activation_study
+from scripts.studies.activation_study import activation_study
+from scripts.studies.measures import Measure
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
 
@@ -30,7 +31,7 @@ def sizes_of(model: Decoder) -> torch.Tensor:
     return torch.stack(found)
 
 
-def study(kind: str, **options: Any) -> tuple[list[ActivationPoint], torch.Tensor]:
+def study(kind: str, **options: Any) -> tuple[list[Measure], torch.Tensor]:
     points = activation_study(tiny_decoder(KINDS[kind], dtype=torch.float64), WINDOWS, top_shares=SHARES, **options)
     return points, sizes_of(tiny_decoder(KINDS[kind], dtype=torch.float64))
 
@@ -110,18 +111,19 @@ def test_reuse_and_what_it_is_compared_with_are_counted_over_sets(kind: str, den
         assert point.value == pytest.approx(sum(reused) / sum(candidates))
         assert point.per_layer[:lookahead] == [None] * lookahead
         assert point.per_layer[lookahead:] == pytest.approx([a / b for a, b in zip(reused, candidates, strict=True)])
-        assert point.chance == pytest.approx(sum(all_sizes) / len(all_sizes) / num_neurons)
-        assert point.static == pytest.approx(expected / sizes_of_sets)
-        assert point.above_static == pytest.approx(point.value - point.static)
+        static, above = point.extras["static"], point.extras["above_static"]
+        chance = pytest.approx(sum(all_sizes) / len(all_sizes) / num_neurons)
+        assert point.extras["baseline"] == {"name": "chance", "value": chance}
+        assert static == pytest.approx(expected / sizes_of_sets) and above == pytest.approx(point.value - static)
         assert point.interval[0] <= point.value <= point.interval[1]
-        assert point.above_static_interval is not None
-        assert point.above_static_interval[0] <= point.above_static <= point.above_static_interval[1]
+        low, high = point.extras["above_static_interval"]
+        assert low <= above <= high
         resampling = Resampling(W, seed=0)
         drawn = by_window @ resampling.times_drawn.T  # paired: one draw for both
-        paired = resampling.interval(point.above_static, drawn[0] / drawn[1] - drawn[2] / drawn[3])
-        assert point.above_static_interval == pytest.approx(paired)
+        paired = resampling.interval(above, drawn[0] / drawn[1] - drawn[2] / drawn[3])
+        assert (low, high) == pytest.approx(paired)
     if (kind, density) == ("opt", 0.7):  # fewer neurons are above zero than the density asks for
-        assert found[0].chance is not None and found[0].chance < 0.65
+        assert found[0].extras["baseline"]["value"] < 0.65
 
 
 def test_chunks_of_text_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

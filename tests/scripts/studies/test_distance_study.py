@@ -11,7 +11,8 @@ import torch
 import scripts.studies.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
 from modules.sparsity import BLOCKS, Block
-from scripts.studies.distance_study import DistancePoint, distance_study
+from scripts.studies.distance_study import distance_study
+from scripts.studies.measures import Measure
 from sparse_predictor.low_rank import RIDGE
 from tests.modules.tiny_kinds import KINDS, random_tokens
 from tests.modules.tiny_models import tiny_decoder
@@ -26,6 +27,26 @@ OPTIONS: dict[str, Any] = {
     "mlp_density": 0.4,
 }
 DENSITY: dict[Block, float] = {"mlp": 0.4, "attention": 0.5}
+
+
+class Point:
+    """What is measured of one predictor: its labels, and its measures by metric (None: it has none such)."""
+
+    def __init__(self, measures: list[Measure]) -> None:
+        labels = measures[0].labels
+        self.study, self.block, self.lookahead = labels["study"], labels["block"], labels["lookahead"]
+        self.predictor_rank, self.calibration_tokens = labels["predictor_rank"], labels["calibration_tokens"]
+        self.metrics = {one.metric: one for one in measures}
+        self.recall, self.precision = self.metrics["recall"], self.metrics["precision"]
+        self.perplexity, self.loss_rise = self.metrics.get("perplexity"), self.metrics.get("loss_rise")
+
+
+def points_of(model: Decoder, calibration: torch.Tensor = CALIBRATION, **options: Any) -> list[Point]:
+    by_place: dict[tuple[Any, ...], list[Measure]] = {}
+    for one in distance_study(model, calibration, TEST, **options):
+        names = ("study", "block", "lookahead", "predictor_rank", "calibration_tokens")
+        by_place.setdefault(tuple(one.labels[name] for name in names), []).append(one)
+    return [Point(measures) for measures in by_place.values()]
 
 
 def watch(model: Decoder, inputs: Seen, sizes: Seen) -> None:
@@ -77,11 +98,11 @@ def top(scores: np.ndarray, density: float) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "opt-post-norm-projected"])
 def test_recalls_are_those_of_regressions_written_out(kind: str) -> None:
-    points = distance_study(tiny_decoder(KINDS[kind], dtype=torch.float64), CALIBRATION, TEST, **OPTIONS)
+    points = points_of(tiny_decoder(KINDS[kind], dtype=torch.float64), **OPTIONS)
     learnt, sizes = seen_by(kind, CALIBRATION)
     tested, true_sizes = seen_by(kind, TEST)
 
-    def found(point: DistancePoint, lookahead: int, rank: int, rows: int) -> tuple[list[int], list[int], int]:
+    def found(point: Point, lookahead: int, rank: int, rows: int) -> tuple[list[int], list[int], int]:
         """Units found by layer, true units by layer, units chosen."""
         both, true, chosen = [], [], 0
         for layer in range(point.lookahead, 3):
@@ -102,25 +123,24 @@ def test_recalls_are_those_of_regressions_written_out(kind: str) -> None:
         both, true, chosen = found(point, point.lookahead, rank, rows)
         own, _, _ = found(point, 0, rank, rows)
         static, _, _ = found(point, 0, 0, 320)
-        assert point.recall == pytest.approx(sum(both) / sum(true))
-        assert point.precision == pytest.approx(sum(both) / chosen)
-        assert point.own_recall == pytest.approx(sum(own) / sum(true))
-        assert point.recall_drop == pytest.approx((sum(both) - sum(own)) / sum(true))
-        assert point.static_recall == pytest.approx(sum(static) / sum(true))
-        assert point.per_layer_recall[: point.lookahead] == [None] * point.lookahead
-        assert point.per_layer_recall[point.lookahead :] == pytest.approx(
-            [a / b for a, b in zip(both, true, strict=True)]
-        )
+        assert point.recall.value == pytest.approx(sum(both) / sum(true))
+        assert point.precision.value == pytest.approx(sum(both) / chosen)
+        if point.lookahead:
+            drop = (sum(own) - sum(both)) / sum(true)
+            assert point.metrics["recall_drop"].value == pytest.approx(drop)
+        assert point.recall.extras["baseline"] == {"name": "static", "value": pytest.approx(sum(static) / sum(true))}
+        per_layer = [a / b for a, b in zip(both, true, strict=True)]
+        assert point.recall.per_layer == [*[None] * point.lookahead, *map(pytest.approx, per_layer)]
         units = true_sizes[point.block, 0].shape[1]
-        assert point.predicted_density == pytest.approx(chosen / (150 * units * len(true)))
-        assert point.true_density == pytest.approx(sum(true) / (150 * units * len(true)))
-        assert point.num_tokens == 150 and point.perplexity is None
+        assert point.recall.extras["predicted_density"] == pytest.approx(chosen / (150 * units * len(true)))
+        assert point.recall.extras["true_density"] == pytest.approx(sum(true) / (150 * units * len(true)))
+        assert point.recall.labels["num_tokens"] == 150 and point.perplexity is None
 
 
 @pytest.mark.parametrize(("block", "lookahead"), [("mlp", 0), ("mlp", 2), ("attention", 1)])
 def test_perplexity_is_that_of_the_model_with_the_units_masked_by_hand(block: Block, lookahead: int) -> None:
     options = OPTIONS | {"perplexity_lookaheads": (0, lookahead), "perplexity_windows": 4}
-    points = distance_study(tiny_decoder(KINDS["llama"], dtype=torch.float64), CALIBRATION, TEST, **options)
+    points = points_of(tiny_decoder(KINDS["llama"], dtype=torch.float64), **options)
     (point,) = [p for p in points if (p.study, p.block, p.lookahead) == ("lookahead", block, lookahead)]
     learnt, sizes = seen_by("llama", CALIBRATION)
     model, inputs = tiny_decoder(KINDS["llama"], dtype=torch.float64), {}
@@ -145,24 +165,26 @@ def test_perplexity_is_that_of_the_model_with_the_units_masked_by_hand(block: Bl
         inner = model.mlp(layer).activations if block == "mlp" else model.attention(layer).head_outputs
         inner.register_forward_hook(mask)
     sparse = losses()
-    assert point.perplexity == pytest.approx(math.exp(float(sparse.mean())), rel=1e-6)
-    assert point.dense_perplexity == pytest.approx(math.exp(float(dense.mean())), rel=1e-9)
-    assert point.perplexity_tokens == 100
-    assert point.perplexity_ratio_interval is not None and point.loss_rise_interval is not None
-    low, high = point.perplexity_ratio_interval
+    assert point.perplexity is not None and point.perplexity.labels["num_tokens"] == 100
+    assert point.perplexity.value == pytest.approx(math.exp(float(sparse.mean())), rel=1e-6)
+    assert point.perplexity.extras["baseline"]["value"] == pytest.approx(math.exp(float(dense.mean())), rel=1e-9)
+    low, high = point.perplexity.extras["ratio_interval"]
     assert low < math.exp(float((sparse - dense).mean())) < high
-    assert point.loss_rise_interval[0] <= point.loss_rise <= point.loss_rise_interval[1]
+    if point.loss_rise is None:
+        assert lookahead == 0
+        return
+    low, high = point.loss_rise.interval or (1.0, 0.0)
+    assert low <= point.loss_rise.value <= high
     (own,) = [p for p in points if (p.study, p.block, p.lookahead) == ("lookahead", block, 0)]
-    assert own.loss_rise == 0.0
-    assert point.loss_rise == pytest.approx(math.log(point.perplexity / own.perplexity), abs=1e-9)
+    assert own.perplexity is not None
+    rise = math.log(point.perplexity.value / own.perplexity.value)
+    assert point.loss_rise.value == pytest.approx(rise, abs=1e-9)
 
 
 def test_perplexity_is_measured_where_asked_and_the_model_left_dense() -> None:
     model, steps = tiny_decoder(KINDS["llama"]), []
-    points = distance_study(
+    points = points_of(
         model,
-        CALIBRATION,
-        TEST,
         **OPTIONS,
         perplexity_lookaheads=(2,),
         perplexity_studies=("lookahead", "rank"),
@@ -182,13 +204,14 @@ def test_perplexity_is_measured_where_asked_and_the_model_left_dense() -> None:
 
 def test_chunks_of_text_and_sampled_layers_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder(KINDS["llama"], dtype=torch.float64)
-    whole = distance_study(model, CALIBRATION, TEST, **OPTIONS)
+    whole = points_of(model, **OPTIONS)
     monkeypatch.setitem(lookahead_fits.CHUNK_TOKENS, "cpu", 60)
-    sampled = distance_study(model, CALIBRATION, TEST, **OPTIONS, layers=[2])
+    sampled = points_of(model, **OPTIONS, layers=[2])
     assert len(sampled) == len(whole)
     for one, other in zip(whole, sampled, strict=True):
-        assert other.per_layer_recall == [None, None, pytest.approx(one.per_layer_recall[2])]
-        assert other.recall == pytest.approx(one.per_layer_recall[2])
+        assert one.recall.per_layer is not None
+        assert other.recall.per_layer == [None, None, pytest.approx(one.recall.per_layer[2])]
+        assert other.recall.value == pytest.approx(one.recall.per_layer[2])
 
 
 @pytest.mark.cuda
@@ -198,12 +221,8 @@ def test_a_gpu_finds_the_same_numbers(kind: str) -> None:
     here = distance_study(tiny_decoder(KINDS[kind]), CALIBRATION, TEST, **options)
     there = distance_study(tiny_decoder(KINDS[kind]).to("cuda"), CALIBRATION, TEST, **options)
     for one, other in zip(here, there, strict=True):
-        assert other.recall == pytest.approx(one.recall, abs=0.01)
-        assert other.recall_drop == pytest.approx(one.recall_drop, abs=0.01)
-        assert other.r_precision == pytest.approx(one.r_precision, abs=0.01)
-        assert (other.perplexity is None) == (one.perplexity is None)
-        if one.perplexity is not None:
-            assert other.perplexity == pytest.approx(one.perplexity, rel=0.05)
+        assert (other.metric, other.labels) == (one.metric, one.labels)
+        assert other.value == pytest.approx(one.value, rel=0.05 if one.metric == "perplexity" else None, abs=0.01)
 
 
 def test_activations_that_are_not_finite_are_refused() -> None:

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from analysis.results import Record
 from modules.checkpoint.load import load_model
-from scripts.studies.distance_study import distance_study
 from scripts.studies.drift import Options, main
-from scripts.studies.drift_records import DriftSettings, StudyRecords, drift_records
+from scripts.studies.drift_records import DriftSettings, drift_records
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
 from tests.modules.tiny_models import save_hf_folder, tiny_decoder
 from tests.sparse_predictor.tiny_stages import collect, model_folder, ragged_documents
@@ -138,18 +137,3 @@ def test_lookaheads_that_the_model_has_no_layers_for_are_left_out_and_named() ->
     assert said == ["--perplexity-lookaheads 3: the model has 3 layers; left out\n"]
     lookaheads = {record["labels"]["lookahead"] for record in records if record["metric"] == "perplexity"}
     assert lookaheads == {0, 2}
-
-
-def test_r_precision_is_recorded_of_neurons_against_the_same_ones_for_every_token() -> None:
-    points = distance_study(tiny_decoder(KINDS["opt"]), random_tokens(24, 16), random_tokens(3, 16, seed=1))
-    records = StudyRecords("drift", LABELS, {}).of_distances(points)
-    found = [record for record in records if record["metric"] == "r_precision"]
-    neurons = [point for point in points if point.block == "mlp"]
-    assert {point.block for point in points} == {"mlp", "attention"} and len(found) == len(neurons) > 0
-    for record, point in zip(found, neurons, strict=True):
-        place = (point.study, "mlp", point.lookahead, point.predictor_rank, point.calibration_tokens, 0.5)
-        labels = ("study", "block", "lookahead", "predictor_rank", "calibration_tokens", "mlp_density")
-        assert tuple(record["labels"][label] for label in labels) == place
-        assert (record["value"], tuple(record["interval"])) == (point.r_precision, point.r_precision_interval)
-        assert record["baseline"] == {"name": "static", "value": point.static_r_precision}
-        assert point.r_precision < point.recall and point.static_r_precision < point.static_recall

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.studies.embedding_drift import CkaSums, DriftSums, Measure, StateMoments, StateRows
+from scripts.studies.embedding_drift import CkaSums, DriftSums, StateMoments, StateRows
+from scripts.studies.measures import Measure
 
 LAYERS, WINDOWS, TOKENS, HIDDEN = 4, 6, 9, 8
 LOOKAHEADS = range(1, 9)

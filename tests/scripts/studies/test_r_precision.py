@@ -10,10 +10,18 @@ import scripts.studies.distance_measures as distance_measures
 import scripts.studies.lookahead_fits as lookahead_fits
 from modules.decoder import Decoder
 from scripts.studies.distance_measures import true_among_best
-from scripts.studies.distance_study import DistancePoint, distance_study
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
-from tests.scripts.studies.test_distance_study import CALIBRATION, OPTIONS, TEST, Seen, regression, watch
+from tests.scripts.studies.test_distance_study import (
+    CALIBRATION,
+    OPTIONS,
+    TEST,
+    Point,
+    Seen,
+    points_of,
+    regression,
+    watch,
+)
 
 
 def relu() -> Decoder:
@@ -57,8 +65,8 @@ def shares_of_true(scores: list[np.ndarray], sizes: list[np.ndarray], count: int
     return found / num_true
 
 
-def neurons(points: list[DistancePoint]) -> list[DistancePoint]:
-    return [point for point in points if point.block == "mlp"]
+def neurons(model: Decoder, **options: float) -> list[Point]:
+    return [point for point in points_of(model, **(OPTIONS | options)) if point.block == "mlp"]
 
 
 # At 0.6, 67 of 112 neurons, every token has fewer true ones; at 0.43 only some of them, and not in every chunk.
@@ -77,7 +85,7 @@ def test_r_precision_is_that_of_each_tokens_best_scored_units(
 
     monkeypatch.setattr(distance_measures, "true_among_best", note_chunk)
     monkeypatch.setitem(lookahead_fits.CHUNK_TOKENS, "cpu", 25)
-    points = neurons(distance_study(make(), CALIBRATION, TEST, **(OPTIONS | {"mlp_density": density})))
+    points = neurons(make(), mlp_density=density)
     learnt, sizes = seen(make, CALIBRATION)
     tested, true_sizes = seen(make, TEST)
     count = int(density * 112 + 0.5)
@@ -97,11 +105,12 @@ def test_r_precision_is_that_of_each_tokens_best_scored_units(
 
         true = [true_sizes["mlp", layer] for layer in layers]
         own = scores(point.lookahead, point.predictor_rank, point.calibration_tokens)
-        assert point.r_precision == pytest.approx(shares_of_true(own, true, count))
-        assert point.static_r_precision == pytest.approx(shares_of_true(scores(0, 0, 320), true, count))
-        assert point.r_precision < point.recall and point.static_r_precision < point.static_recall
-        assert point.r_precision_interval[0] < point.r_precision < point.r_precision_interval[1]
-        assert point.static_r_precision_interval[0] < point.static_r_precision < point.static_r_precision_interval[1]
+        found = point.metrics["r_precision"]
+        static = found.extras["baseline"]["value"]
+        assert found.value == pytest.approx(shares_of_true(own, true, count))
+        assert static == pytest.approx(shares_of_true(scores(0, 0, 320), true, count))
+        assert found.value < point.recall.value and static < point.recall.extras["baseline"]["value"]
+        assert found.interval is not None and found.interval[0] < found.value < found.interval[1]
 
 
 def test_where_every_token_has_as_many_true_units_it_is_recall_and_nothing_is_sorted(
@@ -110,14 +119,14 @@ def test_where_every_token_has_as_many_true_units_it_is_recall_and_nothing_is_so
     monkeypatch.setattr(distance_measures, "true_among_best", None)
     learnt, sizes = seen(silu, CALIBRATION)
     tested, true_sizes = seen(silu, TEST)
-    for point in distance_study(silu(), CALIBRATION, TEST, **OPTIONS):
-        assert (point.r_precision, point.r_precision_interval) == (point.recall, point.recall_interval)
-        assert point.static_r_precision == point.static_recall
-        assert point.static_r_precision_interval == point.static_recall_interval
-        if (point.study, point.block, point.lookahead) == ("lookahead", "mlp", 2):
+    for point in neurons(silu()):
+        found, recall = point.metrics["r_precision"], point.recall
+        assert (found.value, found.interval) == (recall.value, recall.interval)
+        assert found.extras["baseline"] == recall.extras["baseline"]
+        if (point.study, point.lookahead) == ("lookahead", 2):
             predict = regression(learnt["mlp", 0], sizes["mlp", 2], point.predictor_rank)
             expected = shares_of_true([predict(tested["mlp", 0])], [true_sizes["mlp", 2]], 32)
-            assert point.r_precision == pytest.approx(expected)
+            assert found.value == pytest.approx(expected)
 
 
 def test_of_equal_scores_the_lower_index_comes_first_and_rows_without_true_units_have_none() -> None:
