@@ -290,7 +290,7 @@ def test_a_copy_of_another_layers_file_is_refused(predictors: Path, model: Decod
 def test_the_sample_of_weights_stays_within_a_matrix_that_float32_cannot_number() -> None:
     hidden_size, neurons = 4096, 16384  # its last entry is number 2**26 - 1
     weight = torch.ones(1, 1).expand(neurons, hidden_size)
-    mlp = SimpleNamespace(units=None, down_proj=SimpleNamespace(weight=weight))
+    mlp = SimpleNamespace(units=None, down_proj=SimpleNamespace(rows=weight.__getitem__))
     config = SimpleNamespace(hidden_size=hidden_size, intermediate_size=neurons, num_hidden_layers=1)
     model: Any = SimpleNamespace(config=config, has_block=lambda *place: True, mlp=lambda layer_idx: mlp)
     assert weights_sample(model) == [1.0] * 4
