@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from analysis.accuracy import TaskColumn, accuracy_tables, chance_of, compare_accuracy
 from analysis.plots import accuracy_points, plot_accuracy, plot_accuracy_layers
-from analysis.report import all_figures, build_report, save_figures
 from analysis.results import Record
-from analysis.tables import all_tables, update_readmes
 
 Make = Callable[..., Record]
 
@@ -22,18 +19,12 @@ def table_rows(records: list[Record]) -> list[dict[str, str]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-def test_a_perplexity_beside_the_tasks_has_its_interval(accuracy_records: list[Record]) -> None:
+def test_a_row_holds_every_task_the_mean_and_what_it_loses(accuracy_records: list[Record]) -> None:
     with_intervals = [
         {**record, "ratio_interval": [1.4, 1.6]} if record["name"] == "perplexity" else record
         for record in accuracy_records
     ]
-    dense, _, predictor, *_ = table_rows(with_intervals)
-    assert predictor["small text, perplexity to dense"] == "1.500× [1.400×, 1.600×]"
-    assert dense["small text, perplexity to dense"] == "1.000×"
-
-
-def test_a_row_holds_every_task_the_mean_and_what_it_loses(accuracy_records: list[Record]) -> None:
-    dense, *sparse = table_rows(accuracy_records)
+    dense, *sparse = table_rows(with_intervals)
     assert [(row["MLP density"], row["method"]) for row in sparse] == [
         ("0.5", "oracle"), ("0.5", "predictor"), ("0.5", "random"),
         ("0.3", "oracle"), ("0.3", "predictor"), ("0.3", "random"),
@@ -53,7 +44,8 @@ def test_a_row_holds_every_task_the_mean_and_what_it_loses(accuracy_records: lis
         "arithmetic_words, exact_match": "5.0 ± 3.0", "boolq, acc †": "55.0 ± 3.0",
         "lambada_openai, acc": "35.0 ± 4.0", "winogrande, acc": "55.0 ± 4.0",
         "mean": "37.5 ± 1.8", "to dense, points": "-5.0 ± 2.5",
-        "small text, perplexity to dense": "1.500×", "achieved MLP density": "51.0 %", "MLP bytes read": "58.0 %",
+        "small text, perplexity to dense": "1.500× [1.400×, 1.600×]",
+        "achieved MLP density": "51.0 %", "MLP bytes read": "58.0 %",
         "tokens/s": "500.0", "speed to dense": "1.250×",
     }  # fmt: skip
 
@@ -108,18 +100,9 @@ def test_a_row_without_every_counted_task_has_no_mean(accuracy_records: list[Rec
 
 def test_a_task_without_a_standard_error_leaves_the_mean_without_one(accuracy_record: Make) -> None:
     records = [accuracy_record("unknown", "acc", 0.5), accuracy_record("other", "acc", 0.7, 0.02)]
-    (row,) = table_rows(records)
+    (row,) = table_rows([*records, accuracy_record("other", "perplexity", 12.34, 0.5)])
     assert (row["unknown, acc"], row["other, acc"], row["mean"]) == ("50.0", "70.0 ± 2.0", "60.0")
-
-
-def test_lambada_has_its_perplexity_beside_its_accuracy(accuracy_record: Make) -> None:
-    records = [
-        accuracy_record("lambada_openai", "perplexity", 12.34, 0.5),
-        accuracy_record("lambada_openai", "acc", 0.4, 0.02),
-    ]
-    (row,) = table_rows(records)
-    assert list(row)[2:] == ["lambada_openai, acc", "lambada_openai, perplexity", "mean"]
-    assert (row["lambada_openai, perplexity"], row["mean"]) == ("12.34", "40.0 ± 2.0")
+    assert row["other, perplexity"] == "12.34"
 
 
 def test_a_sparse_run_whose_calls_were_all_dense_is_marked(accuracy_record: Make) -> None:
@@ -232,20 +215,3 @@ def test_the_heat_map_keeps_layers_in_place_where_some_stay_dense(accuracy_recor
         drawn = axes.images[0].get_array()
         assert drawn is not None and drawn.shape == (4, 3)
         assert drawn.mask[:, 0].all() and drawn[0, 1:].tolist() == pytest.approx(shares)
-
-
-def test_page_readme_and_plots_have_the_accuracy(tmp_path: Path, accuracy_records: list[Record]) -> None:
-    figures = all_figures(accuracy_records)
-    assert {"Small: accuracy against MLP density", "Small, accuracy tasks: recall and precision per layer"} <= set(
-        figures
-    )
-    paths = save_figures(figures.items(), tmp_path)
-    assert all(path.stat().st_size > 5000 for path in paths.values())
-    page = build_report(accuracy_records, figures=paths)
-    assert page.count("data:image/png") == len(figures)
-    assert "<h2>Accuracy</h2>" in page and "boolq, acc †" in page
-    assert list(all_tables(accuracy_records))[:2] == ["main", "accuracy"]
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- table:accuracy -->\n<!-- /table:accuracy -->\n")
-    assert update_readmes([readme], accuracy_records) == {readme: ["accuracy"]}
-    assert "| 0.5 | predictor | 55.0 ± 3.0 |" in readme.read_text()

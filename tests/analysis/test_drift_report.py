@@ -198,11 +198,3 @@ def effects_of(records: list[Record]) -> tuple[int, ...]:
     """The seeds that effects are of."""
     (found,) = reported_effects(records)
     return found.effects.seeds
-
-
-def test_names_from_records_are_escaped_in_the_page_and_nothing_is_stripped(study: list[Record]) -> None:
-    named = [
-        {**one, "labels": {**one["labels"], "model": "A*b*<i>"}} if one["name"] == "drift" else one for one in study
-    ]
-    page = build_report(named)
-    assert "A*b*&lt;i&gt;" in page and "<i>" not in page and "mean of the 16 models of the ablation" in page

@@ -28,14 +28,7 @@ def test_the_main_table_lines_quality_up_with_speed(sample_records: Records) -> 
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert rows[0]["method"] == "dense" and rows[0]["perplexity"] == "20.0"
     assert [row["MLP density"] for row in rows] == ["1.0"] + ["0.7"] * 6 + ["0.5"] * 6 + ["0.3"] * 6
-    assert [row["method"] for row in rows[7:13]] == [
-        "oracle",
-        "predictor",
-        "cats",
-        "teal",
-        "static",
-        "random",
-    ]
+    assert [row["method"] for row in rows[7:13]] == ["oracle", "predictor", "cats", "teal", "static", "random"]
     predictor = rows[8]
     assert predictor == {
         "MLP density": "0.5",
@@ -55,13 +48,8 @@ def test_the_main_table_lines_quality_up_with_speed(sample_records: Records) -> 
 
 
 def test_rows_that_differ_only_in_a_hidden_label_say_so(sample_records: Records) -> None:
-    (first,) = (
-        record
-        for record in sample_records
-        if record["name"] == "perplexity"
-        and record["labels"]["method"] == "predictor"
-        and record["labels"]["mlp_density"] == 0.5
-    )
+    wanted = {"method": "predictor", "mlp_density": 0.5, "phase": "all"}
+    (first,) = (record for record in sample_records if wanted.items() <= record["labels"].items())
     again = {**first, "labels": {**first["labels"], "label": "linear"}}
     found = {row.variant for row in compare([*sample_records, again]) if row.method == "predictor"}
     assert found == {"predictor", "predictor, linear"}
@@ -75,20 +63,10 @@ def scored(value: float, sources: dict[str, str] | None = None, **labels: Any) -
         "method": "predictor",
         "mlp_density": 0.5,
         "phase": "all",
-        **labels,
-    }
-    environment = {"device": "cpu", "date": "2026-01-02"}
+    } | labels
     more = {} if sources is None else {"sources": sources}
-    return make_record(
-        "perplexity",
-        settings,
-        "perplexity",
-        value,
-        "",
-        environment=environment,
-        baseline={"name": "dense", "value": 10.0},
-        **more,
-    )
+    more |= {"environment": {"device": "cpu", "date": "2026-01-02"}, "baseline": {"name": "dense", "value": 10.0}}
+    return make_record("perplexity", settings, "perplexity", value, "", **more)
 
 
 def variants(*records: dict[str, Any]) -> list[str]:
@@ -180,17 +158,9 @@ def test_the_main_table_says_what_each_number_was_measured_on() -> None:
 def test_speeds_of_several_calls_are_medians_with_ranges() -> None:
     def call(value: float, *samples: float) -> dict[str, Any]:
         environment = {"device": "Example GPU", "date": "2026-01-02"}
-        timing = {"samples": list(samples)}
-        baseline = {"name": "dense", "value": 10.0}
+        more = {"timing": {"samples": list(samples)}, "baseline": {"name": "dense", "value": 10.0}}
         return make_record(
-            "decode",
-            {"method": "x"},
-            "tokens_per_s",
-            value,
-            "tokens/s",
-            baseline=baseline,
-            environment=environment,
-            timing=timing,
+            "decode", {"method": "x"}, "tokens_per_s", value, "tokens/s", environment=environment, **more
         )
 
     (merged,) = latest_records([call(20.0, 19.0, 20.0, 25.0), call(30.0, 30.0), call(22.0, 22.0, 21.0)])
@@ -204,23 +174,9 @@ def test_speeds_of_several_calls_are_medians_with_ranges() -> None:
     assert (merged["value"], merged["calls"]) == (40.0, 1), "only the calls of the newest's commit are of one code"
 
 
-def test_each_model_and_text_has_its_own_table(sample_records: Records) -> None:
-    labels = {"model": "m", "task": "perplexity:c4", "method": "dense"}
-    other = make_record("perplexity", labels, "perplexity", 12.0, "")
-    assert [table.title for table in main_tables([*sample_records, other])] == [
-        "Tiny|<b>model</b>, wikitext:test",
-        "m, perplexity:c4",
-    ]
-
-
-def test_a_measurement_repeated_counts_once_with_its_last_value(sample_records: Records) -> None:
-    again = {**sample_records[0], "value": 21.0}
-    kept = latest_records([*sample_records, again])
-    assert len(kept) == len(sample_records)
-    assert kept[-1]["value"] == 21.0
-
-
-def test_the_newest_counts_whatever_order_files_are_read_in(sample_records: Records) -> None:
+def test_the_newest_counts_whatever_order_files_are_read_in_and_the_last_without_dates(sample_records: Records) -> None:
+    kept = latest_records([*sample_records, {**sample_records[0], "value": 21.0}])
+    assert len(kept) == len(sample_records) and kept[-1]["value"] == 21.0
     stamp = sample_records[0]["environment"]
     newer = {**sample_records[0], "value": 21.0, "environment": {**stamp, "date": "2026-03-01T00:00:00+00:00"}}
     for order in ([sample_records[0], newer], [newer, sample_records[0]]):
@@ -311,11 +267,8 @@ def test_readme_faults_are_named(tmp_path: Path, sample_records: Records) -> Non
     for text in ("<!-- table:main -->", "<!-- /table:main --><!-- table:main -->"):
         with pytest.raises(ValueError, match="one <!-- /table:main --> after it"):
             replace_snippets(text, {"main": "x"})
-
-
-def test_replaced_text_is_taken_literally() -> None:
     text, _ = replace_snippets("a <!-- table:x -->\n<!-- /table:x --> b", {"x": r"\1 \g<0> |"})
-    assert text == "a <!-- table:x -->\n\\1 \\g<0> |\n<!-- /table:x --> b"
+    assert text == "a <!-- table:x -->\n\\1 \\g<0> |\n<!-- /table:x --> b", "taken literally"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""Where the predictor stands at equal bytes is read off the records; numbers are made up and checked by hand."""
+"""Where the predictor stands is read off the records: at equal bytes and in a sentence; numbers are made up."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from analysis.comparison import compare
 from analysis.plots import HIGHEST_RATIO, plot_against_bytes, plot_against_layer_bytes, ratio_points, series_label
 from analysis.results import Record, make_record
-from analysis.rivals import curves_of, equal_bytes_tables
-from analysis.tables import update_readmes
+from analysis.rivals import curves_of, equal_bytes_tables, findings
 
 ENVIRONMENT = {"device": "Example GPU", "date": "2026-01-02T03:04:05+00:00"}
 # ln(ratio) at bytes b: predictor 0.95 - b, teal 2.15 - 3 b, cats 0.4 throughout.
@@ -152,8 +150,33 @@ def test_the_plot_holds_the_measured_points_and_dense_as_a_line() -> None:
     assert any(list(line.get_ydata()) == [1.0, 1.0] for line in axes.lines)
 
 
-def test_the_readme_gets_the_table(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- table:equal_bytes -->\n<!-- /table:equal_bytes -->\n")
-    assert update_readmes([readme], records()) == {readme: ["equal_bytes"]}
-    assert "| MLP bytes read | predictor | cats | teal | lowest |" in readme.read_text()
+def scored(method: str, ratio: float, density: float = 0.5, share: float = 0.5) -> Record:
+    return record(method, share, math.log(ratio), mlp_density=density)
+
+
+def timed(speed: float) -> Record:
+    labels = {"model": "Small", "head_density": 1.0, "phase": "decode", "batch_size": 1, "mlp_density": 0.5}
+    baseline = {"name": "dense", "value": 25.0}
+    labels["method"] = "predictor"
+    return make_record("decode", labels, "tokens_per_s", speed, "tokens/s", baseline=baseline, environment=ENVIRONMENT)
+
+
+def test_a_predictor_is_said_to_be_behind_or_ahead_and_slower_or_faster() -> None:
+    others = [scored("teal", 1.57), scored("cats", 1.33, share=0.67), scored("static", 9.0), scored("oracle", 1.02)]
+    (told,) = findings([scored("predictor", 1.65, share=0.58), scored("predictor", 3.0, 0.3), *others, timed(21.0)])
+    for words in (
+        "Small, perplexity:text: with 50% of the neurons the predictor's perplexity is 1.65 times dense, reading 58%",
+        "behind CATS (1.33 times dense, reading 67% of the MLPs) and TEAL (1.57 times dense, reading 50% of the MLPs).",
+        "Decoding with it is slower than dense: 21.0 tokens/s against 25.0, 0.84 times the speed.",
+    ):
+        assert words in told
+    (told,) = findings([scored("predictor", 1.2), scored("cats", 1.3), scored("teal", 1.1), timed(30.0)])
+    assert "It is behind TEAL (1.10" in told and "ahead of CATS (1.30" in told and "is faster than dense: 30.0" in told
+
+
+def test_only_what_is_known_is_told_at_a_density_that_the_others_have() -> None:
+    (told,) = findings([scored("predictor", 1.65), scored("predictor", 3.0, 0.3), scored("cats", 4.0, 0.3)])
+    assert "with 30% of the neurons" in told and "ahead of CATS" in told
+    (alone,) = findings([scored("predictor", 1.65)])
+    assert alone.endswith("1.65 times dense, reading 50% of the MLPs.")
+    assert findings([scored("cats", 1.3)]) == [] and findings([]) == []
