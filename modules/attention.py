@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modules.config import ModelConfig
+from modules.cache import KVCache
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import MAX_QUERIES_PER_GROUP
 from modules.kernels.decode_attention import attend
@@ -16,30 +16,30 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.project_heads import project_heads
 from modules.kernels.qkv_projection import project_qkv
 from modules.linear import Linear
-from modules.positions import apply_rotary
-from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, UnitShard
+from modules.positions import RotaryKey, apply_rotary
+from modules.shards import Shard
+from modules.sparsity import MAX_GATHER_ROWS, ActiveList, Selector, Units, UnitShard
+from modules.specs import Grouped
 from modules.thinned_input import ThinnedInput, path_without_a_choice
 
 
 class Attention(nn.Module):
     """One layer's heads. Keys and values are computed and cached for every head, whatever is selected."""
 
-    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+    def __init__(self, spec: Grouped, hidden_size: int, layer_idx: int) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
-        self.hidden_size = config.hidden_size
-        self.head_dim = config.head_dim
-        self.num_units = config.num_key_value_heads
-        self.units: UnitShard | None = None  # which groups are here, where a tensor-parallel rank computes a part
-        self.queries_per_group = config.queries_per_group
+        self.spec, self.hidden_size, self.layer_idx = spec, hidden_size, layer_idx
+        self.units = Units("groups", spec.num_key_value_heads)
+        self.num_units = spec.num_key_value_heads  # here, with padding
+        self.queries_per_group = spec.queries_per_group  # here, with padding
+        self.unit_shard: UnitShard | None = None  # which groups are here, where a tensor-parallel rank computes a part
         self.query_heads: tuple[int, int] | None = None  # global range of the heads here, where that is a part
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        qkv_bias = config.layers[layer_idx].attention.qkv_bias
-        self.q_proj = Linear(config.hidden_size, query_size, bias=qkv_bias)
-        self.k_proj = Linear(config.hidden_size, key_size, bias=qkv_bias)
-        self.v_proj = Linear(config.hidden_size, key_size, bias=qkv_bias)
-        self.o_proj = Linear(query_size, config.hidden_size, rows_are="inputs")
+        self.head_dim = spec.head_dim
+        query_size, key_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(hidden_size, query_size, bias=spec.qkv_bias)
+        self.k_proj = Linear(hidden_size, key_size, bias=spec.qkv_bias)
+        self.v_proj = Linear(hidden_size, key_size, bias=spec.qkv_bias)
+        self.o_proj = Linear(query_size, hidden_size, rows_are="inputs")
         self.head_outputs = nn.Identity()  # a named point for forward hooks: sees [B, T, N, H]
         self.selector: Selector | None = None
         self.force_mask = False
@@ -51,7 +51,7 @@ class Attention(nn.Module):
                 return self._fused(hidden_states, forward_pass)
             hidden_states = hidden_states.normed()[:, None]
         batch, tokens, _ = hidden_states.shape
-        keys = self._rotated(self._split(self.k_proj(hidden_states)), forward_pass)
+        keys = self._rotated(self.k_proj(hidden_states), forward_pass)
         values = self._split(self.v_proj(hidden_states))
         if forward_pass.cache is not None:
             keys, values = forward_pass.cache.write(
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             )
 
         def dense_heads() -> Tensor:
-            queries = self._rotated(self._split(self.q_proj(hidden_states)), forward_pass)
+            queries = self._rotated(self.q_proj(hidden_states), forward_pass)
             return self._attend(queries, keys, values, forward_pass)
 
         def grouped_heads() -> Tensor:
@@ -68,7 +68,9 @@ class Attention(nn.Module):
                 heads[:, :, self.query_heads[1] - self.query_heads[0] :] = 0
             return heads.unflatten(2, (self.num_units, self.queries_per_group))
 
-        context = forward_pass.selection_context("attention", self.layer_idx, hidden_states, grouped_heads, self.units)
+        context = forward_pass.selection_context(
+            "attention", self.layer_idx, hidden_states, grouped_heads, self.unit_shard
+        )
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         if active is None:
             forward_pass.count(context, self.num_units, path_without_a_choice(self.thinned_parts()), None)
@@ -107,7 +109,7 @@ class Attention(nn.Module):
             self.q_proj.bias,
             self.k_proj.bias,
             self.v_proj.bias,
-            rotary=fused.rotary,
+            rotary=None if self.rotary_key is None else fused.rotary[self.rotary_key],
             cache_seqlens=lengths,
             keys=keys,
             values=values,
@@ -135,22 +137,61 @@ class Attention(nn.Module):
         width = self.queries_per_group * self.head_dim
         channels = (groups[:, None] * width + torch.arange(width, device=groups.device)).flatten()
         bias = None if self.q_proj.bias is None else self.q_proj.bias[channels]
-        queries = self._split(F.linear(hidden_states, self.q_proj.rows(channels), bias))
-        queries = self._rotated(queries, forward_pass)
+        queries = self._rotated(F.linear(hidden_states, self.q_proj.rows(channels), bias), forward_pass)
         heads = self._attend(queries, keys[:, groups], values[:, groups], forward_pass)
         if mask.shape[0] > 1:
             heads = heads.unflatten(2, (-1, self.queries_per_group))
             heads = heads.masked_fill(~mask[:, groups].view(mask.shape[0], 1, -1, 1, 1), 0).flatten(2, 3)
         return torch.matmul(heads.flatten(2), self.o_proj.rows(channels))
 
+    @property
+    def rotary_key(self) -> RotaryKey | None:
+        """Whose rotations it takes, of those that a pass makes."""
+        return None if self.spec.rope is None else (self.spec.rope, self.head_dim)
+
     def can_fuse(self) -> bool:
         """Whether a decode step of it runs in kernels: not with more queries per group, nor with thinned inputs."""
         return self.queries_per_group <= MAX_QUERIES_PER_GROUP and not self.thinned_parts()
 
+    def sees_all_of(self, max_seqlen: int) -> bool:
+        """Whether a query sees all positions before it in texts of so many: kernels of a step know no window."""
+        return self.spec.window is None or max_seqlen <= self.spec.window.size
+
+    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
+        """An empty cache for the heads that are here."""
+        weight = next(self.parameters())
+        shape = (batch_size, self.num_units, max_seqlen, self.head_dim)
+        return KVCache(shape, dtype=self.o_proj.compute_dtype, device=weight.device)
+
+    def bytes_read(self, density: float) -> float:
+        """Bytes of the weights here that a token reads if this share of the groups is active: of queries and output so
+        much, of keys and values all."""
+        chosen = self.q_proj.num_bytes + self.o_proj.num_bytes
+        return density * chosen + self.k_proj.num_bytes + self.v_proj.num_bytes
+
+    def cut(
+        self, *, groups: tuple[int, int], query_heads: tuple[int, int], num_groups: int, queries_per_group: int
+    ) -> dict[str, Shard]:
+        """Keep, of a block on `meta`, ranges of groups and of query heads, padded to so many; returns which part each
+        of its parameters then is, by name."""
+        size, spec = self.head_dim, self.spec
+        rows = {
+            "q_proj": (query_heads, num_groups * queries_per_group, spec.num_attention_heads),
+            "k_proj": (groups, num_groups, spec.num_key_value_heads),
+            "v_proj": (groups, num_groups, spec.num_key_value_heads),
+            "o_proj": (query_heads, num_groups * queries_per_group, spec.num_attention_heads),
+        }
+        shards: dict[str, Shard] = {}
+        for name, ((start, stop), here, everywhere) in rows.items():
+            shard = Shard.of_rows(start * size, stop * size, here * size, everywhere * size)
+            shards |= {f"{name}.{kind}": part for kind, part in getattr(self, name).cut(shard).items()}
+        self.num_units, self.queries_per_group, self.query_heads = num_groups, queries_per_group, query_heads
+        return shards
+
     def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
         """Those of the four projections whose inputs are thinned out, and the weights an entry stands for (of what this
         rank counts)."""
-        groups = self.num_units if self.units is None else self.units.num_counted
+        groups = self.num_units if self.unit_shard is None else self.unit_shard.num_counted
         found: list[tuple[ThinnedInput, int]] = []
         for part, width in (
             (self.q_proj, self.num_real_channels),
@@ -173,11 +214,14 @@ class Attention(nn.Module):
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _rotated(self, states: Tensor, forward_pass: ForwardPass) -> Tensor:
-        return states if forward_pass.cos_sin is None else apply_rotary(states, *forward_pass.cos_sin)
+        """Projected queries or keys [B, T, heads * H] -> [B, heads, T, H] at their positions. A spec that norms queries
+        and keys does it here."""
+        heads = self._split(states)
+        return heads if self.rotary_key is None else apply_rotary(heads, *forward_pass.cos_sin[self.rotary_key])
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, forward_pass: ForwardPass) -> Tensor:
         """queries [B, N, T, H], keys/values [B, G, S, H] -> [B, T, N, H]; softmax scale 1 / sqrt(H), applied once."""
-        mask = forward_pass.attention_mask
+        mask = forward_pass.attention_masks[self.spec.window]
         if queries.shape[2] == 1:
             # One new token: a group's queries stand where tokens would, since they see the same keys. The kernels for
             # that form are several times faster on a CPU than those for grouped queries.

@@ -1,16 +1,40 @@
-"""Static key-value cache: one fixed allocation, one length per row, so ragged batches need no left padding.
+"""Static caches: fixed allocations, one length per row, so ragged batches need no left padding.
+
+Every block that keeps something of a text has a cache of its own; rows and their lengths belong to the batch.
 
 Legend: B rows of a forward pass, G key-value heads, T tokens, S positions, H head_dim.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of some layers: [num_layers, rows, num_key_value_heads, max_seqlen, head_dim] each.
+    """Keys and values of an attention block, all rows: [num_rows, num_key_value_heads, max_seqlen, head_dim] each."""
+
+    def __init__(self, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device | str) -> None:
+        if shape[0] < 1 or shape[2] < 1:
+            raise ValueError(f"KV cache: batch_size={shape[0]} and max_seqlen={shape[2]} must be at least 1")
+        # Zeros, not empty: masked positions are multiplied by probability 0, and 0 * NaN would be NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store keys/values [B, G, T, H] of `rows` [B] at `positions` [B, T]."""
+        # Advanced indices around a slice: the indexed view is [B, T, G, H].
+        self.keys[rows[:, None], :, positions] = keys.transpose(1, 2)
+        self.values[rows[:, None], :, positions] = values.transpose(1, 2)
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a row over another."""
+        for states in (self.keys, self.values):
+            states[target, :, :length] = states[source, :, :length]
+
+
+class Cache:
+    """What a batch has cached: its rows, their lengths, and a cache of each attention block, by layer.
 
     `cache_seqlens` [B] int64 counts the valid positions of each row. A forward pass writes its tokens at
     `cache_seqlens[b] + t`; `advance` then moves the lengths by the row's *real* tokens, so what right padding
@@ -21,23 +45,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        *,
-        layers: range,
-        batch_size: int,
-        num_key_value_heads: int,
-        max_seqlen: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, blocks: Mapping[int, KVCache], *, batch_size: int, max_seqlen: int, device: torch.device | str
     ) -> None:
-        if batch_size < 1 or max_seqlen < 1:
-            raise ValueError(f"KV cache: batch_size={batch_size} and max_seqlen={max_seqlen} must be at least 1")
-        shape = (len(layers), batch_size, num_key_value_heads, max_seqlen, head_dim)
-        self.layers = layers
-        # Zeros, not empty: masked positions are multiplied by probability 0, and 0 * NaN would be NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.blocks, self.max_seqlen = blocks, max_seqlen  # positions a row can hold
         self.rows = torch.arange(batch_size, device=device)
         self.cache_seqlens = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.num_rows = batch_size  # of the whole cache, also in views
@@ -47,9 +57,14 @@ class KVCache:
         self.has_static_shapes = False  # attention always looks at all positions: what a CUDA graph needs
 
     @property
-    def max_seqlen(self) -> int:
-        """Positions a row can hold."""
-        return self.keys.shape[3]
+    def states(self) -> list[Tensor]:
+        """All that is cached: keys and values of each block, in layer order."""
+        return [states for block in self.blocks.values() for states in (block.keys, block.values)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is cached."""
+        return sum(states.nbytes for states in self.states)
 
     @property
     def is_empty(self) -> bool:
@@ -66,32 +81,31 @@ class KVCache:
         return end
 
     def write(self, layer_idx: int, positions: Tensor, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Store keys/values [B, G, T, H] at `positions` [B, T]; return what attention reads: [B, G, end, H] each."""
-        layer = layer_idx - self.layers.start
-        # Advanced indices around a slice: the indexed view is [B, T, G, H].
-        self.keys[layer][self.rows[:, None], :, positions] = keys.transpose(1, 2)
-        self.values[layer][self.rows[:, None], :, positions] = values.transpose(1, 2)
+        """Store keys/values [B, G, T, H] of a layer at `positions` [B, T]; return what attention reads: [B, G, end, H]
+        each."""
+        self.blocks[layer_idx].write(self.rows, positions, keys, values)
         if self.is_fresh:
             return keys, values
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys, values = self.layer(layer_idx)
+        return keys[:, :, :end], values[:, :, :end]
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, views [B, G, max_seqlen, H]."""
-        return self.keys[layer_idx - self.layers.start], self.values[layer_idx - self.layers.start]
+        """Keys and values of a layer, views [B, G, max_seqlen, H] of the first rows."""
+        block, num_rows = self.blocks[layer_idx], len(self.rows)
+        return block.keys[:num_rows], block.values[:num_rows]
 
     def advance(self, num_tokens: Tensor, longest_added: int) -> None:
         """Add each row's real tokens [B]; `longest_added` is an upper bound of them, known to the host."""
         self.cache_seqlens += num_tokens
         self.longest += longest_added
 
-    def first_rows(self, num_rows: int, cache_seqlens: Tensor, longest: int) -> "KVCache":
+    def first_rows(self, num_rows: int, cache_seqlens: Tensor, longest: int) -> "Cache":
         """A view of the first rows, whose lengths [num_rows] are given; `longest` is their largest."""
         view = self._view()
-        view.keys, view.values = self.keys[:, :num_rows], self.values[:, :num_rows]
         view.rows, view.cache_seqlens, view.longest = self.rows[:num_rows], cache_seqlens, longest
         return view
 
-    def fresh_rows(self, rows: Sequence[int]) -> "KVCache":
+    def fresh_rows(self, rows: Sequence[int]) -> "Cache":
         """A view of any rows as if they were empty, for one pass that fills them."""
         view = self._view()
         view.rows = torch.tensor(rows, device=self.rows.device)
@@ -112,12 +126,12 @@ class KVCache:
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of a row over another, and what selectors keep of it."""
-        for states in (self.keys, self.values):
-            states[:, target, :, :length] = states[:, source, :, :length]
+        for block in self.blocks.values():
+            block.move_row(source, target, length)
         for states in self.row_states.values():
             states[target] = states[source]
 
-    def _view(self) -> "KVCache":
-        view = KVCache.__new__(KVCache)
+    def _view(self) -> "Cache":
+        view = Cache.__new__(Cache)
         view.__dict__.update(self.__dict__)
         return view

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.early_selection import EarlyGroups, EarlySelection, EarlyUnits, ExtraRows
+from modules.positions import RotaryKey
 from modules.sparsity import ActiveList, ActiveSet, Block, SelectionContext, Selector
 
 Choice = ActiveList | ActiveSet | None  # None: dense
@@ -79,7 +80,7 @@ def choose(selector: Selector, source: DeferredNorm, context: SelectionContext, 
 
 class DecodeStep:
     """What the half-blocks of one step of `num_rows` rows share. `selectors`: of each block that is here, by kind and
-    layer. `rotary`: cosines and sines of all positions. `neuron_sums`: (matrices, neurons) of each layer."""
+    layer. `rotary`: cosines and sines of all positions, by kind. `neuron_sums`: (matrices, neurons) of each layer."""
 
     def __init__(
         self,
@@ -88,8 +89,9 @@ class DecodeStep:
         num_rows: int,
         hidden_size: int,
         max_lookahead: int,
-        rotary: Tensor | None,
+        rotary: Mapping[RotaryKey, Tensor],
         neuron_sums: Mapping[int, tuple[int, int]],
+        has_windows: bool,
         device: torch.device,
     ) -> None:
         self.selectors, self.num_rows, self.max_lookahead, self.rotary = selectors, num_rows, max_lookahead, rotary
@@ -104,7 +106,7 @@ class DecodeStep:
         self._neuron_sums, self._thinned = neuron_sums, dict[int, tuple[Tensor, Tensor]]()
         # All layers' attention or none: where they look ahead, they read each other's inputs.
         choosing = [selector for (block, _), selector in selectors.items() if block == "attention"]
-        self.fuses_attention = num_rows == 1 and all(map(has_kernels, choosing))
+        self.fuses_attention = num_rows == 1 and not has_windows and all(map(has_kernels, choosing))
 
     def sums(self, block: Block, layer_idx: int) -> Tensor:
         """Zeros [rows, D] float32 for the partial sums of one half-block."""

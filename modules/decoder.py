@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from modules.attention import Attention
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.config import ModelConfig
 from modules.decode_step import DecodeStep
 from modules.feed_forward import FeedForward
-from modules.forward_pass import ForwardPass, ResidualStream, cached_attention_mask, real_tokens
+from modules.forward_pass import ForwardPass, ResidualStream, attention_mask, real_tokens
 from modules.kernels.arguments import DTYPES
 from modules.kernels.deferred_norm import DeferredNorm, triton
 from modules.kernels.norm_linear import norm_linear
@@ -28,6 +28,7 @@ from modules.normalization import AddNorm, Norm, add_norm, deferred_add_norm, pa
 from modules.positions import RotaryPositions
 from modules.shards import Shard
 from modules.sparsity import BLOCKS, Block, Phase, SparsityStats
+from modules.specs import Sliding
 from modules.thinned_input import ThinnedInput
 
 
@@ -126,8 +127,12 @@ class Decoder(nn.Module):
             mlp_bias = config.hidden_size if layer.feed_forward.bias else None
             last = layer_idx == config.num_hidden_layers - 1
             follows = Norm(config) if not (last and config.pre_norm and not config.final_norm) else None
-            self.half_blocks.append(HalfBlock(Attention(config, layer_idx), Norm(config), attention_bias))
-            self.half_blocks.append(HalfBlock(FeedForward(config, layer_idx), follows, mlp_bias))
+            self.half_blocks.append(
+                HalfBlock(Attention(layer.attention, config.hidden_size, layer_idx), Norm(config), attention_bias)
+            )
+            self.half_blocks.append(
+                HalfBlock(FeedForward(layer.feed_forward, config.hidden_size, layer_idx), follows, mlp_bias)
+            )
         self.project_out: Linear | None = None
         if config.word_embed_proj_dim != config.hidden_size:
             self.project_out = Linear(config.hidden_size, config.word_embed_proj_dim)
@@ -144,7 +149,8 @@ class Decoder(nn.Module):
         self.max_lookahead = 0
         self.is_sparse = False  # whether anything chooses what a token computes, on whatever stage
         self.sparsity_hook: RemovableHandle | None = None
-        self.rotary = None if config.rope is None else RotaryPositions(config.rope, config.head_dim)
+        keys = {block.rotary_key for block in self.attentions}
+        self.rotary = {key: RotaryPositions(*key) for key in keys if key is not None}
 
     def tie_head(self) -> None:
         """Let the head have the token embeddings' weights."""
@@ -203,6 +209,16 @@ class Decoder(nn.Module):
         """The blocks that are here, by kind and layer, in the order in which a pass takes them."""
         return {(block, layer): self.half_block(layer, block).block for layer in self.layers for block in BLOCKS}
 
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention blocks that are here."""
+        return [self.attention(layer_idx) for layer_idx in self.layers]
+
+    @property
+    def windows(self) -> set[Sliding | None]:
+        """How far back the attention blocks that are here see; None: over all."""
+        return {block.spec.window for block in self.attentions}
+
     def norm_before(self, layer_idx: int, block: Block) -> Norm | None:
         """The norm between the residual stream and a block's input; None where the block reads the stream itself."""
         if not self.config.pre_norm:
@@ -210,23 +226,16 @@ class Decoder(nn.Module):
         idx = 2 * layer_idx + (block == "mlp")
         return self.first_norm if idx == 0 else self.half_blocks[idx - 1].norm  # type: ignore[return-value]
 
-    def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
+    def new_cache(self, batch_size: int, max_seqlen: int) -> Cache:
         """An empty cache for the layers and heads that are here, of this model's dtype on its device."""
-        return KVCache(
-            layers=self.layers,
-            batch_size=batch_size,
-            num_key_value_heads=self.attention(self.layers.start).num_units,
-            max_seqlen=max_seqlen,
-            head_dim=self.config.head_dim,
-            dtype=self.compute_dtype,
-            device=self.device,
-        )
+        blocks = {block.layer_idx: block.new_cache(batch_size, max_seqlen) for block in self.attentions}
+        return Cache(blocks, batch_size=batch_size, max_seqlen=max_seqlen, device=self.device)
 
     def forward(
         self,
         token_ids: Tensor,
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         num_tokens: Tensor | None = None,
         num_prompt: Tensor | None = None,
         phase: Phase = "prefill",
@@ -259,7 +268,7 @@ class Decoder(nn.Module):
         self,
         token_ids: Tensor,
         *,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         num_tokens: Tensor | None = None,
         num_prompt: Tensor | None = None,
         phase: Phase = "prefill",
@@ -269,22 +278,30 @@ class Decoder(nn.Module):
         steps = torch.arange(tokens, device=token_ids.device)
         if cache is None:
             end = tokens
-            positions, mask = steps.expand(batch, -1), None
+            positions = steps.expand(batch, -1)
         else:
             end = cache.reserve(tokens)
             positions = cache.cache_seqlens[:, None] + steps
-            # Into empty rows: plain causal attention over what is written, no mask, the fast path.
-            mask = None if cache.is_empty else cached_attention_mask(positions, end, self.compute_dtype)
         self.check_context(end)
+        # Into empty rows: attention over what is written, all rows alike, and plainly causal without a mask.
+        reads_cache = cache is not None and not cache.is_empty
+        seen_from, dtype = positions if reads_cache else positions[:1], self.compute_dtype
+        masks = {
+            window: attention_mask(seen_from, end, dtype, window)
+            if reads_cache or (window is not None and window.size < tokens)
+            else None
+            for window in self.windows
+        }
         return ForwardPass(
             phase=phase,
             positions=positions,
             valid=None if num_tokens is None else real_tokens(token_ids, num_tokens),
             num_prompt=num_prompt,
-            attention_mask=mask,
-            cos_sin=None if self.rotary is None else self.rotary.cos_sin(positions, self.compute_dtype),
+            attention_masks=masks,
+            cos_sin={key: rotary.cos_sin(positions, dtype) for key, rotary in self.rotary.items()},
             cache=cache,
             cache_end=end,
+            reads_cache=reads_cache,
             stats=self.stats,
             max_lookahead=self.max_lookahead,
             partial_memory=partial_memory(self.add_norm),
@@ -295,7 +312,7 @@ class Decoder(nn.Module):
         if num_positions > self.config.max_position_embeddings:
             raise ValueError(f"{num_positions} tokens do not fit the context of {self.config.max_position_embeddings}")
 
-    def begin_step(self, token_ids: Tensor, cache: KVCache) -> ForwardPass:
+    def begin_step(self, token_ids: Tensor, cache: Cache) -> ForwardPass:
         """What the fused decode step of token_ids [B, 1] carries, over a cache of static shape; as `begin`."""
         mlps = {layer_idx: self.mlp(layer_idx) for layer_idx in self.layers}
         step = DecodeStep(
@@ -303,8 +320,9 @@ class Decoder(nn.Module):
             num_rows=len(token_ids),
             hidden_size=self.config.hidden_size,
             max_lookahead=self.max_lookahead,
-            rotary=None if self.rotary is None else self.rotary.table(cache.max_seqlen, self.device),
-            neuron_sums={layer_idx: (1 + mlp.is_gated, mlp.num_units) for layer_idx, mlp in mlps.items()},
+            rotary={key: rotary.table(cache.max_seqlen, self.device) for key, rotary in self.rotary.items()},
+            neuron_sums={layer_idx: (1 + mlp.spec.gated, mlp.num_units) for layer_idx, mlp in mlps.items()},
+            has_windows=not all(block.sees_all_of(cache.max_seqlen) for block in self.attentions),
             device=self.device,
         )
         if not step.fuses_attention:  # then attention takes a mask, and rotates by itself
@@ -317,10 +335,11 @@ class Decoder(nn.Module):
             phase="decode",
             positions=cache.cache_seqlens[:, None],
             valid=None,
-            attention_mask=None,
-            cos_sin=None,
+            attention_masks={},
+            cos_sin={},
             cache=cache,
             cache_end=end,
+            reads_cache=True,
             stats=self.stats,
             max_lookahead=self.max_lookahead,
             fused=step,

@@ -6,13 +6,14 @@ Legend: B batch, T tokens, D hidden, F intermediate, A active neurons.
 import torch
 from torch import Tensor, nn
 
-from modules.config import ModelConfig
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import ACTIVATION_FUNCTIONS
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import mlp_of_rows, of_standin, sparse_mlp, union_of
 from modules.linear import Linear
-from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, UnitShard
+from modules.shards import Shard
+from modules.sparsity import MAX_GATHER_ROWS, ActiveSet, Selector, Units, UnitShard
+from modules.specs import Dense
 from modules.thinned_input import ThinnedInput, path_without_a_choice, thinned_mlp
 
 # So many rows read all weights faster through the kernel than through the library (scripts.benchmark.kernels).
@@ -25,17 +26,17 @@ MAX_FUSED_SPARSE_ROWS = 4
 class FeedForward(nn.Module):
     """One layer's neurons. `selector` None: dense. The output bias is added by the residual junction."""
 
-    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+    def __init__(self, spec: Dense, hidden_size: int, layer_idx: int) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
-        self.num_units = config.intermediate_size
-        self.units: UnitShard | None = None  # which neurons are here, where a tensor-parallel rank computes a part
-        self.hidden_size = config.hidden_size
-        self.activation = config.activation
-        shape = (config.hidden_size, config.intermediate_size)
-        self.gate_proj = Linear(*shape, bias=config.mlp_bias) if config.gated_mlp else None
-        self.up_proj = Linear(*shape, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, rows_are="inputs")
+        self.spec, self.hidden_size, self.layer_idx = spec, hidden_size, layer_idx
+        self.units = Units("neurons", spec.intermediate_size)
+        self.num_units = spec.intermediate_size  # here, with padding
+        self.unit_shard: UnitShard | None = None  # which neurons are here, where a tensor-parallel rank computes a part
+        self.activation = spec.activation
+        shape = (hidden_size, spec.intermediate_size)
+        self.gate_proj = Linear(*shape, bias=spec.bias) if spec.gated else None
+        self.up_proj = Linear(*shape, bias=spec.bias)
+        self.down_proj = Linear(spec.intermediate_size, hidden_size, rows_are="inputs")
         self.activations = nn.Identity()  # a named point for forward hooks: sees [B, T, F] (dense and masked runs)
         self.selector: Selector | None = None
         self.force_mask = False  # simulate every set with a mask: what the gathered path must equal
@@ -45,7 +46,7 @@ class FeedForward(nn.Module):
         if isinstance(hidden_states, DeferredNorm):
             return self._fused(hidden_states, forward_pass)
         context = forward_pass.selection_context(
-            "mlp", self.layer_idx, hidden_states, lambda: self.intermediate(hidden_states), self.units
+            "mlp", self.layer_idx, hidden_states, lambda: self.intermediate(hidden_states), self.unit_shard
         )
         active = None if self.selector is None else self.selector.select(hidden_states, context)
         if active is None:
@@ -117,14 +118,25 @@ class FeedForward(nn.Module):
         laid_out = isinstance(down, ThinnedInput) and down.in_step and down.input_major is not None
         return laid_out and len(states.partial) == 1
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether there is a gate."""
-        return self.gate_proj is not None
+    def bytes_read(self, density: float) -> float:
+        """Bytes of the weights here that a token reads if this share of the neurons is active."""
+        return density * sum(
+            part.num_bytes for part in (self.gate_proj, self.up_proj, self.down_proj) if part is not None
+        )
+
+    def cut(self, start: int, stop: int, num_units: int) -> dict[str, Shard]:
+        """Keep, of a block on `meta`, the neurons [start, stop), padded to so many; returns the part that each of its
+        parameters then is, by name."""
+        shard, shards = Shard.of_rows(start, stop, num_units, self.units.number), dict[str, Shard]()
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            if (part := getattr(self, name)) is not None:
+                shards |= {f"{name}.{kind}": piece for kind, piece in part.cut(shard).items()}
+        self.num_units = num_units
+        return shards
 
     def thinned_parts(self) -> list[tuple[ThinnedInput, int]]:
         """Those of gate, up and down projection whose inputs are thinned out, and the weights an entry stands for."""
-        num_neurons = self.num_units if self.units is None else self.units.num_counted
+        num_neurons = self.num_units if self.unit_shard is None else self.unit_shard.num_counted
         found: list[tuple[ThinnedInput, int]] = []
         for part, width in (
             (self.gate_proj, num_neurons),

@@ -1,19 +1,21 @@
 """What one forward pass carries from block to block: positions, mask, cache, phase, inputs kept for look-ahead, and
 the residual stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.decode_step import DecodeStep
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.linear import Linear
 from modules.normalization import AddNorm, Norm
+from modules.positions import RotaryKey
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
+from modules.specs import Sliding
 
 
 @dataclass(kw_only=True)
@@ -22,17 +24,19 @@ class ForwardPass:
 
     positions [B, T] int64; valid [B, T] bool (False: padding) or None when every token is real; num_prompt [B] as in
     `Decoder.forward`;
-    attention_mask [B, 1, T, S] (0 or -inf) or None for plain causal attention; cos, sin as `RotaryPositions.cos_sin`;
+    attention_masks [B or 1, 1, T, S] (0 or -inf), None for plain causal attention, for each window that blocks have;
+    cos_sin as `RotaryPositions.cos_sin`, for each kind of rotation; reads_cache: attention reads what was cached;
     partial_memory(rows) [rows, D] is where the ranks of a layer read each other's partial sums, or None.
     """
 
     phase: Phase
     positions: Tensor
     valid: Tensor | None
-    attention_mask: Tensor | None
-    cos_sin: tuple[Tensor, Tensor] | None
-    cache: KVCache | None
+    attention_masks: Mapping[Sliding | None, Tensor | None]
+    cos_sin: Mapping[RotaryKey, tuple[Tensor, Tensor]]
+    cache: Cache | None
     cache_end: int
+    reads_cache: bool
     stats: SparsityStats | None
     max_lookahead: int
     partial_memory: Callable[[int], Tensor | None] | None = None
@@ -138,11 +142,14 @@ def real_tokens(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
     return torch.arange(token_ids.shape[1], device=token_ids.device) < num_tokens[:, None]
 
 
-def cached_attention_mask(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:
-    """[B, T] query positions -> [B, 1, T, end], 0 or -inf: a query sees cached positions up to and with its own.
+def attention_mask(positions: Tensor, end: int, dtype: torch.dtype, window: Sliding | None = None) -> Tensor:
+    """[B, T] query positions -> [B, 1, T, end], 0 or -inf: a query sees cached positions up to and with its own, of a
+    window only the last.
 
     To be added to scores: a mask of bool would be turned into this in every layer.
     """
     keys = torch.arange(end, device=positions.device)
     hidden = keys[None, None, None, :] > positions[:, None, :, None]
+    if window is not None:
+        hidden |= keys[None, None, None, :] <= positions[:, None, :, None] - window.size
     return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))

@@ -18,7 +18,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.decoder import Decoder
 from modules.graphs import can_capture
 from modules.microbatch import BatchStep, Microbatch, densities
@@ -68,7 +68,7 @@ class TokenExchange:
         """Make the calls of `report` that are still to come."""
 
 
-def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
+def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
     """Run ragged prompts (at least one token each) into an empty cache of that many rows -> logits [B, V] of each
     prompt's own last token."""
     if not all(len(prompt) for prompt in prompts):
@@ -78,7 +78,7 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], cache: KVCache) ->
     return model.logits(hidden_states[torch.arange(len(prompts), device=lengths.device), lengths - 1])
 
 
-def decode_one_token(model: Decoder, token_ids: Tensor, cache: KVCache) -> Tensor:
+def decode_one_token(model: Decoder, token_ids: Tensor, cache: Cache) -> Tensor:
     """Append one token per row [B] and return the logits [B, V] of the next."""
     return model.logits(model(token_ids[:, None], cache=cache, phase="decode")[:, 0])
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.decoder import Decoder
 from modules.forward_pass import ForwardPass
 from modules.kernels.arguments import MAX_ROWS
@@ -282,7 +282,7 @@ class DecodeGraphs:
     ahead is at 2 at least, and rows that close a gap are fewer than before.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    def __init__(self, model: Decoder, cache: Cache) -> None:
         self.model, self.cache = model, cache
         cache.has_static_shapes = True
         self.has_all_layers = model.links is None
@@ -400,10 +400,10 @@ class DecodeGraphs:
             return captured
 
         # Capturing runs the step, which writes to position 0 of rows that may be in use: put that back.
-        kept = [states[:, :size, :, 0].clone() for states in (self.cache.keys, self.cache.values)]
+        kept = [states[:size, :, 0].clone() for states in self.cache.states]
         replay, captured = capture(step, device, self._pool)
-        for states_of_cache, first in zip((self.cache.keys, self.cache.values), kept, strict=True):
-            states_of_cache[:, :size, :, 0] = first
+        for states_of_cache, first in zip(self.cache.states, kept, strict=True):
+            states_of_cache[:size, :, 0] = first
         captured.replay = replay
         if captured.facts is not None:
             captured.messages = cycle([HostCopy(captured.facts) for _ in range(2)])

@@ -24,6 +24,9 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "
     return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
+RotaryKey = tuple[Rope, int]  # of rotations, and the head_dim that they are made for
+
+
 class RotaryPositions:
     """Cosines and sines for given positions; frequencies are kept per device, never part of a checkpoint."""
 

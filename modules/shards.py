@@ -38,6 +38,11 @@ class Shard:
         if self.dim_idx < 0 or taken > self.size:
             raise ValueError(f"ranges of {taken} in all do not fit size {self.size} of dim {self.dim_idx}")
 
+    @staticmethod
+    def of_rows(start: int, stop: int, size: int, full_size: int) -> "Shard":
+        """Rows [start, stop) of `full_size`, or none at all, padded to `size`."""
+        return Shard(0, ((start, stop),) if stop > start else (), size, full_size)
+
     def full_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the full tensor of which this part has `local_shape`; ValueError if it cannot have."""
         return self._exchange(local_shape, self.size, self.full_size)

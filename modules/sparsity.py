@@ -8,12 +8,12 @@ Legend: B batch, T tokens, rows = B * T, U units, D hidden.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from modules.cache import KVCache
+from modules.cache import Cache
 
 Block = Literal["mlp", "attention"]
 Phase = Literal["prefill", "decode"]
@@ -29,6 +29,13 @@ def num_kept(density: float, num_units: int) -> int:
     if not 0.0 < density <= 1.0:
         raise ValueError(f"density must lie in (0, 1], got {density}")
     return max(1, int(density * num_units + 0.5))
+
+
+class Units(NamedTuple):
+    """What a block can skip, and how many there are in the whole layer: neurons, key-value groups, experts."""
+
+    kind: Literal["neurons", "groups", "experts"]
+    number: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -163,7 +170,7 @@ class SelectionContext:
     valid: Tensor | None
     num_prompt: Tensor | None = None
     units: UnitShard | None = None
-    cache: KVCache | None = None
+    cache: Cache | None = None
     earlier_inputs: Mapping[int, Tensor]
     dense_output: Callable[[], Tensor]
 

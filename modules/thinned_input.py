@@ -62,6 +62,11 @@ class ThinnedInput(nn.Module):
         """See Linear."""
         return self.projection.compute_dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """See Linear."""
+        return self.projection.num_bytes
+
     def rows(self, indices: Tensor) -> Tensor:
         """See Linear."""
         return self.projection.rows(indices)

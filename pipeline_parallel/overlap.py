@@ -32,11 +32,12 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.decoder import Decoder
-from modules.forward_pass import ForwardPass, ResidualStream, cached_attention_mask
+from modules.forward_pass import ForwardPass, ResidualStream, attention_mask
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.normalization import AddNorm, Norm, partial_memory
+from modules.specs import Sliding
 from pipeline_parallel.all_reduce_choice import CONFIGS_DIR, SplitPoint, nearest_split_point, read_split_points
 from pipeline_parallel.fused_add_norm import FusedAddNorm
 from pipeline_parallel.mesh import ParallelMesh
@@ -48,19 +49,19 @@ STEP = 256  # the first half has a multiple of so many tokens: whole tiles of th
 DEFAULT_PROGRAMS = 0
 
 
-class HalfCache(KVCache):
+class HalfCache(Cache):
     """What attention of one half takes for the cache. It hands over the keys that attention reads, and writes to the
     pass's own cache, if there is one; the first half leaves its keys and values of a layer to the second.
 
     Only in passes that begin at an empty cache, or have none; elsewhere attention reads all from the cache itself.
     """
 
-    def __init__(self, cache: KVCache | None, left: dict[int, tuple[Tensor, Tensor]], *, is_first: bool) -> None:
-        # No memory of its own, so nothing of KVCache's is made.
+    def __init__(self, cache: Cache | None, left: dict[int, tuple[Tensor, Tensor]], *, is_first: bool) -> None:
+        # No memory of its own, so nothing of Cache's is made.
         self._cache, self._left, self._is_first = cache, left, is_first
 
     def write(self, layer_idx: int, positions: Tensor, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """As `KVCache.write`: keys, values [B, G, T of the half, H] -> what this half sees of them."""
+        """As `Cache.write`: keys, values [B, G, T of the half, H] -> what this half sees of them."""
         if self._cache is not None:
             self._cache.write(layer_idx, positions, keys, values, end)
         if self._is_first:
@@ -192,20 +193,25 @@ def split(
 
     def part(start: int, stop: int) -> tuple[Tensor, ForwardPass]:
         here = slice(start, stop)
-        cache: KVCache | None
-        mask: Tensor | None
-        if whole.attention_mask is not None:  # into a cache that holds something: attention reads all from there
-            cache, mask = whole.cache, whole.attention_mask[:, :, here]
+        cache: Cache | None
+        masks: dict[Sliding | None, Tensor | None] = {}
+        if whole.reads_cache:  # attention reads all from there
+            cache = whole.cache
+            masks = {
+                window: None if mask is None else mask[:, :, here] for window, mask in whole.attention_masks.items()
+            }
         else:
             cache = HalfCache(whole.cache, left, is_first=start == 0)
-            mask = None if start == 0 else mask_of_rest(whole.positions[:1, here], tokens, dtype)
+            for window in whole.attention_masks:
+                is_plain = start == 0 and (window is None or stop <= window.size)
+                masks[window] = None if is_plain else mask_up_to(whole.positions[:1, here], stop, dtype, window)
         valid = None if whole.valid is None else whole.valid[:, here]
-        cos_sin = None if whole.cos_sin is None else (whole.cos_sin[0][:, :, here], whole.cos_sin[1][:, :, here])
+        cos_sin = {key: (cos[:, :, here], sin[:, :, here]) for key, (cos, sin) in whole.cos_sin.items()}
         forward_pass = replace(
             whole,
             positions=whole.positions[:, here],
             valid=valid,
-            attention_mask=mask,
+            attention_masks=masks,
             cos_sin=cos_sin,
             cache=cache,
         )
@@ -214,13 +220,13 @@ def split(
     return part(0, first), part(first, tokens)
 
 
-def mask_of_rest(positions: Tensor, end: int, dtype: torch.dtype) -> Tensor:
-    """What the queries at the last `positions` [1, T] of `end` see: all keys up to and with their own."""
-    if positions.is_cuda and dtype in (torch.bfloat16, torch.float16):
+def mask_up_to(positions: Tensor, end: int, dtype: torch.dtype, window: Sliding | None) -> Tensor:
+    """What the queries at the last `positions` [1, T] of `end` see: keys up to their own, of a window the last."""
+    if window is None and positions.is_cuda and dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.bias import causal_lower_right  # here, since it loads torch's compiler: seconds
 
         return causal_lower_right(positions.shape[1], end)  # flash attention
-    return cached_attention_mask(positions, end, dtype)
+    return attention_mask(positions, end, dtype, window)
 
 
 def is_watched(model: Decoder) -> bool:

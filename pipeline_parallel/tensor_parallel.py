@@ -109,63 +109,42 @@ def apply_tensor_parallel(model: Decoder, mesh: ParallelMesh) -> None:
     """
     if mesh.tp_size == 1:
         return
-    config = model.config
-    plan = plan_heads(config.num_attention_heads, config.num_key_value_heads, mesh.tp_size)
-    for layer_idx in model.layers:
-        place = f"half_blocks.{2 * layer_idx}.block"
-        _cut_attention(model, place, model.attention(layer_idx), plan, mesh)
-        _cut_mlp(model, f"half_blocks.{2 * layer_idx + 1}.block", model.mlp(layer_idx), mesh)
+    for (kind, layer_idx), block in model.blocks.items():
+        cut = _cut_attention(block, mesh) if isinstance(block, Attention) else _cut_feed_forward(block, mesh)
+        place = f"half_blocks.{2 * layer_idx + (kind == 'mlp')}.block"
+        model.shards |= {f"{place}.{name}": shard for name, shard in cut.items()}
     _cut_vocabulary(model, mesh)
     if mesh.tp_group is not None:  # a mesh without groups only tells shapes and slices
         model.add_norm = ReducingAddNorm(mesh.tp_group)
 
 
-def _cut_rows(model: Decoder, place: str, names: tuple[str, ...], shard: Shard) -> None:
-    """The same rows of several matrices of a block, and of their biases."""
-    for name in names:
-        if (linear := getattr(model.get_submodule(place), name)) is not None:
-            model.shards |= {f"{place}.{name}.{kind}": part for kind, part in linear.cut(shard).items()}
-
-
-def _shard(start: int, stop: int, size: int, full_size: int) -> Shard:
-    return Shard(0, ((start, stop),) if stop > start else (), size, full_size)
-
-
-def _cut_attention(model: Decoder, place: str, block: Attention, plan: list[HeadPlan], mesh: ParallelMesh) -> None:
-    config, mine = model.config, plan[mesh.tp_rank]
-    first, last = (position * config.head_dim for position in mine.query_heads)
-    query_size = mine.num_groups * mine.queries_per_group * config.head_dim
-    queries = _shard(first, last, query_size, config.num_attention_heads * config.head_dim)
-    _cut_rows(model, place, ("q_proj", "o_proj"), queries)
-    start, stop = (mine.groups[0], mine.groups[-1] + 1) if mine.groups else (0, 0)
-    keys = _shard(
-        start * config.head_dim,
-        stop * config.head_dim,
-        mine.num_groups * config.head_dim,
-        config.num_key_value_heads * config.head_dim,
+def _cut_attention(block: Attention, mesh: ParallelMesh) -> dict[str, Shard]:
+    plan = plan_heads(block.spec.num_attention_heads, block.units.number, mesh.tp_size)
+    mine = plan[mesh.tp_rank]
+    shards = block.cut(
+        groups=(mine.groups[0], mine.groups[-1] + 1) if mine.groups else (0, 0),
+        query_heads=mine.query_heads,
+        num_groups=mine.num_groups,
+        queries_per_group=mine.queries_per_group,
     )
-    _cut_rows(model, place, ("k_proj", "v_proj"), keys)
-    block.num_units, block.queries_per_group = mine.num_groups, mine.queries_per_group
-    block.query_heads = mine.query_heads
     held = [share.groups + (-1,) * (share.num_groups - len(share.groups)) for share in plan]
-    counted = [share.is_first_holder for share in plan]
-    block.units = _units(config.num_key_value_heads, held, counted, mesh)
+    block.unit_shard = _units(block.units.number, held, [share.is_first_holder for share in plan], mesh)
+    return shards
 
 
-def _cut_mlp(model: Decoder, place: str, block: FeedForward, mesh: ParallelMesh) -> None:
-    total = model.config.intermediate_size
+def _cut_feed_forward(block: FeedForward, mesh: ParallelMesh) -> dict[str, Shard]:
+    total = block.units.number
     ranges = [even_range(total, rank, mesh.tp_size) for rank in range(mesh.tp_size)]
-    start, stop, width = ranges[mesh.tp_rank]
-    _cut_rows(model, place, ("gate_proj", "up_proj", "down_proj"), _shard(start, stop, width, total))
-    block.num_units = width
-    held = [tuple(range(first, last)) + (-1,) * (width - (last - first)) for first, last, _ in ranges]
-    block.units = _units(total, held, [True] * mesh.tp_size, mesh)
+    shards = block.cut(*ranges[mesh.tp_rank])
+    held = [tuple(range(first, last)) + (-1,) * (width - (last - first)) for first, last, width in ranges]
+    block.unit_shard = _units(total, held, [True] * mesh.tp_size, mesh)
+    return shards
 
 
 def _cut_vocabulary(model: Decoder, mesh: ParallelMesh) -> None:
     config = model.config
     start, stop, width = even_range(config.vocab_size, mesh.tp_rank, mesh.tp_size)
-    shard = _shard(start, stop, width, config.vocab_size)
+    shard = Shard.of_rows(start, stop, width, config.vocab_size)
     if model.is_first:
         whole = model.embeddings.tokens.weight
         assert whole.is_meta, "tensor parallelism is applied to a decoder on meta"

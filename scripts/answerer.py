@@ -67,8 +67,7 @@ class BatchSizes:
         sizes = (_power_above(num_passed), _power_above(num_cached) if num_cached else 0)
         if sizes not in self._fitting:
             model, device = self._loaded.model, self._loaded.model.device
-            cache = model.new_cache(1, 1)
-            cached_bytes = 2 * cache.keys.numel() * cache.keys.element_size()
+            cached_bytes = model.new_cache(1, 1).num_bytes
             needed = sizes[0] * self._bytes_per_token + sizes[1] * cached_bytes
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             free = torch.cuda.mem_get_info(device)[0] + unused

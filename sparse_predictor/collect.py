@@ -95,7 +95,7 @@ class ActivationRecorder:
 
         def label(rows: Tensor) -> Tensor:
             if definition is not None:
-                rows = true_active(rows, unit_norms(mlp).to(rows.device), definition, mlp.units)
+                rows = true_active(rows, unit_norms(mlp).to(rows.device), definition, mlp.unit_shard)
             return rows[:, : stop - start]  # padding stands last
 
         self._watch(mlp.activations, layer, "mlp_label", label)
@@ -124,9 +124,9 @@ class ActivationRecorder:
 
 def neuron_columns(mlp: FeedForward) -> tuple[int, int]:
     """The neurons [start, stop) of the layer that this rank computes: all, or a tensor-parallel rank's."""
-    if mlp.units is None:
+    if mlp.unit_shard is None:
         return 0, mlp.num_units
-    real = mlp.units.local[mlp.units.real].tolist()
+    real = mlp.unit_shard.local[mlp.unit_shard.real].tolist()
     first = real[0] if real else 0
     assert real == list(range(first, first + len(real)))  # or they would be no columns next to each other
     return first, first + len(real)

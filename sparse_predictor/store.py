@@ -195,7 +195,7 @@ def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list
     for idx, (layer, place) in enumerate(product(layers, places)):
         if model.has_block(layer, "mlp"):
             mlp, neuron = model.mlp(layer), place // hidden_size
-            rows = [neuron] if mlp.units is None else (mlp.units.local == neuron).nonzero().flatten().tolist()
+            rows = [neuron] if mlp.unit_shard is None else (mlp.unit_shard.local == neuron).nonzero().flatten().tolist()
             for row in rows:
                 found[0, idx] += mlp.down_proj.rows(torch.tensor([row]))[0, place % hidden_size].item()
                 found[1, idx] += 1

@@ -122,9 +122,9 @@ def prepare_kernels(model: Decoder) -> None:
 def _counted(model: Decoder, layer: int, name: str) -> Tensor | None:
     """Which inputs of a projection a rank counts; the inputs of others than output projections are whole everywhere."""
     if name == "down_proj":
-        units = model.mlp(layer).units
+        units = model.mlp(layer).unit_shard
         return None if units is None else units.counted
-    if name != "o_proj" or model.attention(layer).units is None:
+    if name != "o_proj" or model.attention(layer).unit_shard is None:
         return None
     attention = model.attention(layer)
     width = attention.num_units * attention.queries_per_group * attention.head_dim

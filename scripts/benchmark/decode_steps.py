@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.decoder import Decoder
 from modules.generation import decode_one_token
 from modules.graphs import DecodeGraphs, StepInputs, can_capture
@@ -74,7 +74,7 @@ def graph_step(graphs: DecodeGraphs) -> Step:
     return step
 
 
-def eager_step(model: Decoder, cache: KVCache) -> Step:
+def eager_step(model: Decoder, cache: Cache) -> Step:
     """Through the model as it is."""
 
     def step(token_ids: list[int], length: int) -> Tensor:

@@ -168,7 +168,7 @@ def make(setting: Setting) -> Callable[[int, Block], Selector]:
         selector = PredictorSelector(predictors[layer, block], densities[block][layer], rule, lookahead)
         # Only now: in half precision the calibrated densities and thresholds would no longer be themselves.
         selector.predictor.to(device=model.device, dtype=model.compute_dtype)
-        units = model.half_block(layer, block).block.units
+        units = model.half_block(layer, block).block.unit_shard
         if units is not None:
             selector.keep_units(units)
         return selector

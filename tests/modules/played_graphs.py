@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.decoder import Decoder
 from modules.graphs import CapturedStep, DecodeGraphs, StepInputs
 from modules.sampling import SamplingParams
@@ -44,7 +44,7 @@ def play_graphs(monkeypatch: pytest.MonkeyPatch) -> PlayedGraphs:
 
         return replay, outputs
 
-    def made(model: Decoder, cache: KVCache) -> DecodeGraphs:
+    def made(model: Decoder, cache: Cache) -> DecodeGraphs:
         seen.made.append(DecodeGraphs(model, cache))
         return seen.made[-1]
 

@@ -4,25 +4,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.cache import KVCache
+from modules.cache import Cache, KVCache
 
 LAYERS = range(2, 4)  # of a pipeline stage: its first layer is not number 0
 
 
-def new_cache(batch_size: int = 4, max_seqlen: int = 6) -> KVCache:
+def new_cache(batch_size: int = 4, max_seqlen: int = 6) -> Cache:
     """Two key-value heads of three channels, every entry different."""
-    cache = KVCache(
-        layers=LAYERS,
-        batch_size=batch_size,
-        num_key_value_heads=2,
-        max_seqlen=max_seqlen,
-        head_dim=3,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    cache.keys.copy_(torch.arange(cache.keys.numel()).view_as(cache.keys))
-    cache.values.copy_(-cache.keys)
-    return cache
+    shape = (batch_size, 2, max_seqlen, 3)
+    blocks = {layer: KVCache(shape, dtype=torch.float32, device="cpu") for layer in LAYERS}
+    for place, block in enumerate(blocks.values()):
+        block.keys.copy_(torch.arange(block.keys.numel()).view(shape) + place * block.keys.numel())
+        block.values.copy_(-block.keys)
+    return Cache(blocks, batch_size=batch_size, max_seqlen=max_seqlen, device="cpu")
+
+
+def keys_of(cache: Cache) -> Tensor:
+    """Of both layers, [2, rows, G, S, H]."""
+    return torch.stack(cache.states[::2])
+
+
+def values_of(cache: Cache) -> Tensor:
+    return torch.stack(cache.states[1::2])
 
 
 def states(batch: int, tokens: int, value: float) -> Tensor:
@@ -30,32 +33,34 @@ def states(batch: int, tokens: int, value: float) -> Tensor:
     return (value + torch.arange(tokens) / 10)[None, None, :, None].expand(batch, 2, tokens, 3).clone()
 
 
-def unchanged(cache: KVCache, before: Tensor, rows: list[int]) -> bool:
-    return torch.equal(cache.keys[:, rows], before[:, rows]) and torch.equal(cache.values[:, rows], -before[:, rows])
+def unchanged(cache: Cache, before: Tensor, rows: list[int]) -> bool:
+    return torch.equal(keys_of(cache)[:, rows], before[:, rows]) and torch.equal(
+        values_of(cache)[:, rows], -before[:, rows]
+    )
 
 
 def test_tokens_are_written_where_each_row_ends() -> None:
     cache = new_cache()
-    before = cache.keys.clone()
+    before = keys_of(cache)
     cache.cache_seqlens.copy_(torch.tensor([0, 3, 1, 2]))
     cache.longest = 3
     positions = cache.cache_seqlens[:, None] + torch.arange(2)
     end = cache.reserve(2)
     keys, values = cache.write(3, positions, states(4, 2, 100.0), states(4, 2, 200.0), end)
     assert end == 5 and keys.shape == values.shape == (4, 2, 5, 3)
-    assert torch.equal(cache.keys[0], before[0]), "the other layer is untouched"
+    assert torch.equal(keys_of(cache)[0], before[0]), "the other layer is untouched"
     for row, length in enumerate((0, 3, 1, 2)):
         assert torch.equal(keys[row, :, length : length + 2], states(1, 2, 100.0)[0])
         assert torch.equal(values[row, :, length : length + 2], states(1, 2, 200.0)[0])
-        assert torch.equal(cache.keys[1, row, :, :length], before[1, row, :, :length])
-        assert torch.equal(cache.keys[1, row, :, length + 2 :], before[1, row, :, length + 2 :])
+        assert torch.equal(keys_of(cache)[1, row, :, :length], before[1, row, :, :length])
+        assert torch.equal(keys_of(cache)[1, row, :, length + 2 :], before[1, row, :, length + 2 :])
     cache.advance(torch.tensor([2, 1, 2, 0]), 2)  # padding moves no length
     assert cache.cache_seqlens.tolist() == [2, 4, 3, 2] and cache.longest == 5 and not cache.is_empty
 
 
 def test_fresh_rows_are_any_rows_as_if_they_were_empty() -> None:
     cache = new_cache()
-    before = cache.keys.clone()
+    before = keys_of(cache)
     cache.cache_seqlens.copy_(torch.tensor([5, 3, 4, 2]))
     cache.longest = 5
     view = cache.fresh_rows([3, 1])
@@ -64,7 +69,9 @@ def test_fresh_rows_are_any_rows_as_if_they_were_empty() -> None:
     keys[1] += 50
     read = view.write(2, torch.arange(3).expand(2, -1), keys, values, 3)
     assert torch.equal(read[0], keys) and torch.equal(read[1], values), "attention needs what the pass itself writes"
-    assert torch.equal(cache.keys[0, [3, 1], :, :3], keys) and torch.equal(cache.values[0, [3, 1], :, :3], values)
+    assert torch.equal(keys_of(cache)[0, [3, 1], :, :3], keys) and torch.equal(
+        values_of(cache)[0, [3, 1], :, :3], values
+    )
     assert unchanged(cache, before, [0, 2])
     view.advance(torch.tensor([3, 1]), 3)
     assert view.cache_seqlens.tolist() == [3, 1]
@@ -73,7 +80,7 @@ def test_fresh_rows_are_any_rows_as_if_they_were_empty() -> None:
 
 def test_first_rows_see_the_lengths_that_they_are_given() -> None:
     cache = new_cache()
-    before = cache.keys.clone()
+    before = keys_of(cache)
     view = cache.first_rows(2, torch.tensor([4, 1]), 4)
     end = view.reserve(1)
     keys, _ = view.write(2, view.cache_seqlens[:, None], states(2, 1, 100.0), states(2, 1, 200.0), end)
@@ -81,17 +88,17 @@ def test_first_rows_see_the_lengths_that_they_are_given() -> None:
     assert torch.equal(keys[0, :, 4], torch.full((2, 3), 100.0)) and torch.equal(
         keys[1, :, 1], torch.full((2, 3), 100.0)
     )
-    assert torch.equal(cache.keys[0, 0, :, :4], before[0, 0, :, :4])
+    assert torch.equal(keys_of(cache)[0, 0, :, :4], before[0, 0, :, :4])
     assert unchanged(cache, before, [2, 3])
 
 
 def test_a_moved_row_overwrites_only_its_length() -> None:
     cache = new_cache()
-    before = cache.keys.clone()
+    before = keys_of(cache)
     cache.move_row(3, 1, 4)
-    assert torch.equal(cache.keys[:, 1, :, :4], before[:, 3, :, :4])
-    assert torch.equal(cache.values[:, 1, :, :4], -before[:, 3, :, :4])
-    assert torch.equal(cache.keys[:, 1, :, 4:], before[:, 1, :, 4:])
+    assert torch.equal(keys_of(cache)[:, 1, :, :4], before[:, 3, :, :4])
+    assert torch.equal(values_of(cache)[:, 1, :, :4], -before[:, 3, :, :4])
+    assert torch.equal(keys_of(cache)[:, 1, :, 4:], before[:, 1, :, 4:])
     assert unchanged(cache, before, [0, 2, 3])
 
 

@@ -35,18 +35,18 @@ def both_steps(model: Decoder, method: Method | None, num_rows: int) -> list[tup
     prompts = [ids[:length] for ids, length in zip(random_tokens(5, 20).tolist(), LENGTHS[:num_rows], strict=False)]
     prefill(model, prompts, cache)
     cache.has_static_shapes = True
-    before = cache.keys.clone(), cache.values.clone()
+    before = [states.clone() for states in cache.states]
     token_ids = torch.arange(7, 7 + num_rows)[:, None]
     found = []
     for fused in (False, True):
-        cache.keys.copy_(before[0])
-        cache.values.copy_(before[1])
+        for states, first in zip(cache.states, before, strict=True):
+            states.copy_(first)
         stats = attach(model, method)
         plain = model.begin(token_ids, cache=cache, phase="decode")
         stream = model.enter(token_ids, model.begin_step(token_ids, cache) if fused else plain)
         model.run_half_blocks(stream)
         logits = model.step_logits(stream)
-        found.append(([logits, cache.keys.clone(), cache.values.clone()], counted(stats)))
+        found.append(([logits, *(states.clone() for states in cache.states)], counted(stats)))
     assert not torch.equal(found[0][0][1], before[0]), "the step has written"
     return found
 
@@ -120,8 +120,7 @@ def test_more_groups_than_a_kernel_takes_are_chosen_without_it(monkeypatch: pyte
 
 
 def test_the_table_of_positions_is_made_once_a_length() -> None:
-    rotary = tiny_decoder(LLAMA).rotary
-    assert rotary is not None
+    (rotary,) = tiny_decoder(LLAMA).rotary.values()
     table = rotary.table(64, torch.device("cpu"))
     assert rotary.table(64, torch.device("cpu")) is table and table.shape == (2, 64, 4)
     assert rotary.table(32, torch.device("cpu")).equal(table[:, :32])

@@ -184,21 +184,21 @@ def compare_with_eager(model: Decoder, tolerance: float) -> None:
     prompts = random_tokens(5, 20).tolist()
     fresh = cache.fresh_rows(range(5))
     prefill(model, [row[:length] for row, length in zip(prompts, LENGTHS, strict=True)], fresh)
-    keys, values = cache.keys.clone(), cache.values.clone()
+    first = [states.clone() for states in cache.states]
     graphs = DecodeGraphs(model, cache)
     for num_rows in (3, 1, 5, 2, 5, 3):
-        cache.keys.copy_(keys)
-        cache.values.copy_(values)
+        for states, before in zip(cache.states, first, strict=True):
+            states.copy_(before)
         tokens = list(range(20, 20 + num_rows))
         found = graphs.run(greedy_step(tokens, LENGTHS[:num_rows]))
         assert found is not None
         others = slice(num_rows, 5)
         # Rows behind the replayed ones are as they were, but for position 0 of those that pad the size (in generation
         # no request is in these).
-        for states, before in ((cache.keys, keys), (cache.values, values)):
+        for states, before in zip(cache.states, first, strict=True):
             for row in range(*others.indices(8)):
                 kept = slice(1 if row < graphs.size_for(num_rows) else 0, LENGTHS[row])
-                assert torch.equal(states[:, row, :, kept], before[:, row, :, kept])
+                assert torch.equal(states[row, :, kept], before[row, :, kept])
         device = model.device
         view = cache.first_rows(num_rows, torch.tensor(LENGTHS[:num_rows], device=device), max(LENGTHS[:num_rows]))
         view.has_static_shapes = False

@@ -80,7 +80,7 @@ def test_rows_have_no_gaps_and_requests_come_in_once_and_in_order(
     queue = deque(RunningRequest(idx, one, CONTEXT) for idx, one in enumerate(requests_of(lengths)))
     waiting = list(queue)
     microbatch = Microbatch(model, num_rows, 20, counts_units=False, use_graphs=False)
-    marks = microbatch.cache.keys[0, :, 0, 0, 0]  # stands for a row's content
+    marks = microbatch.cache.states[0][:, 0, 0, 0]  # stands for a row's content
     ended: list[int] = []
     came: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

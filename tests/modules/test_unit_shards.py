@@ -132,7 +132,7 @@ def test_heads_of_padding_do_not_make_a_group_look_large(plan: str) -> None:
     with torch.inference_mode():
         expected = chosen(whole)
     for model, found in zip(models, ranks.run(lambda rank: chosen(models[rank])), strict=True):
-        units = model.attention(0).units
+        units = model.attention(0).unit_shard
         for here, everywhere in zip(found, expected, strict=True):
             assert torch.equal(here.mask, units.columns(everywhere.mask))  # type: ignore[union-attr]
 

@@ -131,7 +131,7 @@ def _cut_attention(block: Attention, ranks: Ranks, rank: int, plan: Plan) -> Non
                 setattr(projection, kind, rows_of(getattr(projection, kind), indices, size))
     block.num_units, block.queries_per_group = num_groups, queries_per_group
     block.query_heads = (heads[0], heads[-1] + 1) if heads else (0, 0)
-    block.units = unit_shard(ranks, rank, [share[0] for share in plan], num_groups, num_units)
+    block.unit_shard = unit_shard(ranks, rank, [share[0] for share in plan], num_groups, num_units)
 
 
 def _cut_mlp(block: FeedForward, ranks: Ranks, rank: int) -> None:
@@ -142,7 +142,7 @@ def _cut_mlp(block: FeedForward, ranks: Ranks, rank: int) -> None:
             if getattr(projection, kind, None) is not None:
                 setattr(projection, kind, rows_of(getattr(projection, kind), held[rank], width))
     block.num_units = width
-    block.units = unit_shard(ranks, rank, held, width, num_units)
+    block.unit_shard = unit_shard(ranks, rank, held, width, num_units)
 
 
 class Watched:

@@ -92,20 +92,20 @@ def test_a_decode_step_in_kernels_equals_a_plain_one(kind: str, num_rows: int, i
             cache = model.new_cache(num_rows, 16)
             model(tokens[:, :7], cache=cache)
             cache.has_static_shapes = True
-            before, found = (cache.keys.clone(), cache.values.clone()), []
+            before, found = [states.clone() for states in cache.states], []
             for fused in (False, True):
-                cache.keys.copy_(before[0])
-                cache.values.copy_(before[1])
+                for states, first in zip(cache.states, before, strict=True):
+                    states.copy_(first)
                 token_ids = tokens[:, 7:]
                 plain = model.begin(token_ids, cache=cache, phase="decode")
                 stream = model.enter(token_ids, model.begin_step(token_ids, cache) if fused else plain)
                 model.run_half_blocks(stream)
                 found += [model.step_logits(stream).clone()]
-                found += [cache.keys.clone(), cache.values.clone()]
+                found += [states.clone() for states in cache.states]
             return found
 
     for found in on_threads(3, 1, run):
-        for plain, ours in zip(found[:3], found[3:], strict=True):
+        for plain, ours in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
             torch.testing.assert_close(ours, plain, rtol=0, atol=2e-5)
 
 

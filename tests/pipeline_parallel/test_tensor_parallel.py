@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules.cache import KVCache
+from modules.cache import Cache
 from modules.checkpoint.layout import expected_shapes
 from modules.checkpoint.load import build_on_meta, load_weights
 from modules.checkpoint.sources import StateDict
@@ -102,7 +102,7 @@ def cut_model(hf_config: dict[str, Any], tp_size: int, pp_size: int = 1) -> list
 
 
 def add_up_and_compare(
-    ranks: list[Decoder], whole: Decoder, token_ids: Tensor, caches: list[KVCache], num_tokens: Tensor, phase: Phase
+    ranks: list[Decoder], whole: Decoder, token_ids: Tensor, caches: list[Cache], num_tokens: Tensor, phase: Phase
 ) -> Tensor:
     """One pass of all ranks and of the whole model (whose cache is the last) in step; at each half-block the sum of
     the ranks' parts must be the whole's. Returns the hidden states."""
@@ -133,7 +133,7 @@ def assert_parts_add_up(hf_config: dict[str, Any], tp_size: int) -> None:
     """Ragged prompts, then decode steps."""
     ranks, (whole,) = cut_model(hf_config, tp_size), cut_model(hf_config, 1)
     caches = [model.new_cache(3, 16) for model in (*ranks, whole)]
-    assert {cache.keys.shape for cache in caches[:-1]} == {caches[0].keys.shape}
+    assert len({states.shape for cache in caches[:-1] for states in cache.states}) == 1
     tokens = random_tokens(3, 10)
     add_up_and_compare(ranks, whole, tokens[:, :7], caches, torch.tensor([7, 1, 4]), "prefill")
     for step in (7, 8):
@@ -189,7 +189,7 @@ def test_what_ranks_say_of_their_units_becomes_one_score_a_unit(
         mesh = ParallelMesh(tp_rank=rank, tp_size=tp_size, device=CPU, tp_group=object())  # type: ignore[arg-type]
         ranks.append(on_meta(config, mesh))
     for blocks in ([model.attention(1) for model in ranks], [model.mlp(1) for model in ranks]):
-        shards = [block.units for block in blocks]
+        shards = [block.unit_shard for block in blocks]
         assert [block.num_units for block in blocks] == [len(shards[0].local)] * tp_size  # type: ignore[union-attr]
         num_units, parts = shards[0].num_units, []  # type: ignore[union-attr]
         scores = torch.rand(5, num_units, dtype=torch.float64)

@@ -71,7 +71,7 @@ def test_every_method_chooses_as_in_one_process(
                 continue
             held = torch.zeros_like(active.mask)
             for model, one in zip(models, found, strict=True):
-                units, here = model.half_block(*place).block.units, one["sets"][place][call]
+                units, here = model.half_block(*place).block.unit_shard, one["sets"][place][call]
                 assert not here.mask[:, ~units.real].any(), "padding is never active"
                 held[:, units.local[units.real]] = here.mask[:, units.real]
                 assert torch.equal(here.mask, units.columns(active.mask)), "replicas agree, too"
@@ -103,7 +103,7 @@ def test_at_density_one_everything_but_padding_is_active(trained: Trained, metho
         assert one["stats"].densities("mlp") == [1.0] * 3
         assert int(one["stats"].of(0, "mlp").total) == 2 * 9 * (26 if rank == 2 else 27)
         for (_, block), sets in one["sets"].items():
-            real = model.half_block(0, block).block.units.real
+            real = model.half_block(0, block).block.unit_shard.real
             chosen = [active.mask for active in sets if active is not None]
             assert block == "mlp" and chosen and all(torch.equal(mask, real.expand_as(mask)) for mask in chosen)
         if is_thinning(method):

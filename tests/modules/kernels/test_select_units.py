@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from modules.config import ModelConfig
 from modules.feed_forward import FeedForward
 from modules.kernels import select_units as module
 from modules.kernels.arguments import ACTIVATION_FUNCTIONS
@@ -15,6 +14,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.select_units import select_units
 from modules.kernels.weight_tiles import Tuning
 from modules.sparsity import ActiveList, ActiveSet, SelectionContext
+from modules.specs import Dense
 from sparse_predictor.methods.cats import CatsSelector
 from sparse_predictor.methods.learned_predictor import PredictorSelector
 from sparse_predictor.predictor import Predictor
@@ -189,8 +189,7 @@ def test_the_predictor_that_selects_eagerly_chooses_the_same(dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cats_that_selects_eagerly_chooses_the_same(dtype: torch.dtype) -> None:
-    sizes = {"hidden_size": 24, "intermediate_size": 67}
-    mlp = FeedForward(mock.Mock(spec=ModelConfig, activation="silu", gated_mlp=True, mlp_bias=False, **sizes), 0)
+    mlp = FeedForward(Dense(intermediate_size=67, gated=True, activation="silu"), 24, 0)
     assert mlp.gate_proj is not None
     with torch.no_grad():
         mlp.gate_proj.weight.copy_(torch.randint(-1, 2, mlp.gate_proj.weight.shape))
