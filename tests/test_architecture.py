@@ -42,6 +42,26 @@ def violations(root: Path) -> list[str]:
     return found
 
 
+def circles(root: Path) -> list[list[str]]:
+    """Groups of files below `root` that import each other, by whatever way round: imports under TYPE_CHECKING and
+    within functions count."""
+    paths = {*root.glob("*.py"), *(file for folder in MAY_IMPORT for file in root.glob(f"{folder}/**/*.py"))}
+    named = {path.relative_to(root).with_suffix("").as_posix().replace("/", "."): path for path in paths}
+    named = {name.removesuffix(".__init__"): path for name, path in named.items()}
+    reached: dict[str, set[str]] = {}
+    for name, path in named.items():
+        found = {one for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for one in imports(node)}
+        files = ({".".join(one.split(".")[:depth]) for depth in range(1, one.count(".") + 2)} for one in found)
+        reached[name] = {max(here, key=len) for one in files if (here := one & named.keys())} - {name}
+    for _ in named:  # what is reached in one step more, until there is nothing more
+        longer = {name: there.union(*(reached[one] for one in there)) for name, there in reached.items()}
+        if longer == reached:
+            break
+        reached = longer
+    groups = {tuple(sorted(one for one in there if name in reached[one])) for name, there in reached.items()}
+    return sorted(list(group) for group in groups if group)
+
+
 def file_violations(name: str, tree: ast.Module) -> list[tuple[int, str]]:
     package = name.split("/")[0].removesuffix(".py")
     found = []
@@ -80,6 +100,23 @@ def imports(node: ast.AST) -> list[str]:
 
 def test_source_folders_keep_the_import_rule_the_length_and_the_names() -> None:
     assert not (breaches := violations(ROOT)), "\n".join(breaches)
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    assert not (found := circles(ROOT)), "\n".join(map(" <-> ".join, found))
+
+
+def test_circles_are_found_however_they_are_closed(tmp_path: Path) -> None:
+    sources = {
+        "decoder": "from modules.cache import Cache\nfrom modules.linear import Linear",
+        "cache": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from modules.graphs import DecodeGraphs",
+        "graphs": "def f():\n    import modules.decoder",
+        "linear": "import torch",
+    }
+    (tmp_path / "modules").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "modules" / f"{name}.py").write_text(source)
+    assert circles(tmp_path) == [["modules.cache", "modules.decoder", "modules.graphs"]]
 
 
 @pytest.mark.parametrize(
