@@ -30,7 +30,7 @@ from modules.requests import (
     RunningRequest,
 )
 from modules.scoring import describe_problem, pad_right
-from modules.sparsity import Count, SparsityStats
+from modules.sparsity import SparsityStats
 
 OnToken = Callable[[int, int, float], object]
 
@@ -210,9 +210,7 @@ class _Loop:
         and a decode step of every size and kind. Nothing is counted."""
         stats, self.model.stats = self.model.stats, None
         thinned = [part for part, _ in self.model.thinned_parts()]
-        counts = [(part.kept, part.seen) for part in thinned]
-        for part in thinned:
-            part.kept, part.seen = Count(), Count()
+        counts = [part.count_from() for part in thinned]
         prompt = self.queue[0].request.prompt_token_ids
         # Of all kinds there are: batches may be all greedy, and are to the graphs where the host applies penalties.
         options = [row.request.sampling for row in self.queue]
@@ -237,8 +235,8 @@ class _Loop:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.model.stats = stats
-        for part, (kept, seen) in zip(thinned, counts, strict=True):
-            part.kept, part.seen = kept, seen
+        for part, before in zip(thinned, counts, strict=True):
+            part.count_from(before)
 
     def run(self, on_token: OnToken | None, finish: Callable[[int, GenerationResult], None]) -> None:
         """Step after step, until nothing is left."""

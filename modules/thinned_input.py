@@ -47,6 +47,8 @@ class ThinnedInput(nn.Module):
         self.valid: Tensor | None = None  # bool [B, T]: rows that are no padding, and count; None: all
         self.kept = Count()
         self.seen = Count()
+        self.extra_weights = 0  # read for every token that is thinned out, whatever entries it keeps
+        self.extra = Count()  # of these
         self.last_rows: Tensor | None = None
         self.in_step = False
         self.kept_in_step: Tensor | None = None
@@ -79,9 +81,11 @@ class ThinnedInput(nn.Module):
         """What the threshold is compared with: the sizes of an input's entries [..., in]."""
         return (states if self.input_norms is None else states * self.input_norms).abs()
 
-    def forget_counts(self) -> None:
-        """Count from zero."""
-        self.kept, self.seen = Count(), Count()
+    def count_from(self, counts: tuple[Count, Count, Count] | None = None) -> tuple[Count, Count, Count]:
+        """Go on from these counts of `kept`, `seen` and `extra`, or from zero; returns what was counted so far."""
+        before = self.kept, self.seen, self.extra
+        self.kept, self.seen, self.extra = (Count(), Count(), Count()) if counts is None else counts
+        return before
 
     def forward(self, states: Tensor) -> Tensor:
         """As the wrapped projection, on the input's entries with magnitude >= threshold."""
@@ -101,6 +105,12 @@ class ThinnedInput(nn.Module):
             self.last_rows = torch.stack((kept.sum((-1, -2)), seen.sum(-1) * self.num_counted))
             self.kept.add(self.last_rows[0].sum())
             self.seen.add(self.last_rows[1].sum())
+            if self.extra_weights:
+                self.extra.add(seen.sum() * self.extra_weights)
+        return self.product(states, mask)
+
+    def product(self, states: Tensor, mask: Tensor) -> Tensor:
+        """What becomes of an input [..., in] of which the entries in `mask` are large: [..., out]."""
         return self.projection(states.masked_fill(~mask, 0))
 
 
@@ -115,7 +125,9 @@ def weights_read(parts: Sequence[tuple[ThinnedInput, int]]) -> Tensor | None:
     total: Tensor | None = None
     for part, width in parts:
         if part.last_rows is not None:
-            total = part.last_rows * width if total is None else total + part.last_rows * width
+            read = part.last_rows * width
+            read[0] += part.last_rows[1] // part.num_counted * part.extra_weights
+            total = read if total is None else total + read
     return total
 
 

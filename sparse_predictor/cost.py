@@ -25,7 +25,7 @@ def thinned_densities(model: Decoder, reduce: Reduce = _alone, block: Block = "m
     counts = torch.zeros(model.config.num_hidden_layers, 2, dtype=torch.int64)
     for layer in model.layers:
         for part, width in model.half_block(layer, block).block.thinned_parts():
-            counts[layer] += torch.tensor([int(part.kept) * width, int(part.seen) * width])
+            counts[layer] += torch.tensor([int(part.kept) * width + int(part.extra), int(part.seen) * width])
     return [used / seen if seen else 1.0 for used, seen in reduce(counts).tolist()]
 
 

@@ -126,7 +126,7 @@ def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids:
                 handle.remove()
         for parts in thinned.values():
             for part in parts:
-                part.forget_counts()
+                part.count_from()
         return {name: [part.threshold for part in parts] for name, parts in thinned.items()}
     mlps = [model.mlp(layer) for layer in model.layers]
     setting = [setting_threshold(mlp.selector, density) for mlp, density in zip(mlps, densities, strict=True)]

@@ -16,13 +16,13 @@ from data.activation_store import ActivationStore
 from modules.decoder import Decoder
 from modules.sparsity import num_kept
 from sparse_predictor.cost import thinned_densities
-from sparse_predictor.methods.registry import is_thinning
+from sparse_predictor.methods.registry import all_methods, is_thinning
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, prompt_then_decode, selection
 
-METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina-unrotated"]
+METHODS = list(all_methods())
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -30,7 +30,7 @@ METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal",
     ("kind", "method", "variant"),
     [("llama", method, "standin") for method in METHODS]
     + [("llama", "predictor", variant) for variant in ("plain", "topk", "lookahead")]
-    + [("opt-post-norm-projected", method, "standin") for method in METHODS if method != "cats"],
+    + [("opt-post-norm-projected", method, "standin") for method in METHODS if not all_methods()[method].needs_gate],
 )
 def test_at_density_one_every_method_equals_dense_bit_for_bit(
     trained: Trained, kind: str, method: str, variant: str, batch: int

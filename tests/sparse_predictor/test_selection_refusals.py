@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from sparse_predictor.methods.registry import all_methods
 from sparse_predictor.selection import Selection, attach_selection
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
 from tests.sparse_predictor.tiny_stages import Trained, selection
 
-METHODS = ["predictor", "oracle", "static", "random", "cats", "griffin", "teal", "teal-all", "wina-unrotated"]
+METHODS = list(all_methods())
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_densities_outside_zero_to_one_are_refused(trained: Trained, method: str
     assert all(half_block.block.selector is None for half_block in model.half_blocks)
 
 
-@pytest.mark.parametrize("method", ["predictor", "static", "cats", "teal", "teal-all", "wina-unrotated"])
+@pytest.mark.parametrize("method", [name for name, method in all_methods().items() if method.files != "none"])
 def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> None:
     model = tiny_decoder(KINDS["llama"])
     with pytest.raises(ValueError, match=f"method {method} needs --predictors"):
@@ -67,11 +68,12 @@ def test_methods_that_need_predictors_say_so(method: str, tmp_path: Path) -> Non
 
 def test_methods_refuse_what_they_cannot_choose(trained: Trained) -> None:
     llama, opt = tiny_decoder(KINDS["llama"]), tiny_decoder(KINDS["opt"])
-    for method in ("cats", "griffin", "teal", "teal-all", "wina-unrotated"):
+    for method in set(METHODS) - {"predictor", "oracle", "static", "random"}:
         with pytest.raises(ValueError, match=f"method {method} does not choose heads"):
             attach_selection(llama, selection(method, trained(), 0.5, head_density=0.5))
-    with pytest.raises(ValueError, match="cats needs a gated MLP"):
-        attach_selection(opt, selection("cats", trained(kind="opt"), 0.5))
+    for method in ("cats", "m-countdown"):
+        with pytest.raises(ValueError, match=f"method {method} needs a gated MLP"):
+            attach_selection(opt, selection(method, trained(kind="opt"), 0.5))
     with pytest.raises(ValueError, match="no attention predictor for layer 0; train with --units attention or both"):
         attach_selection(llama, selection("predictor", trained("neurons"), 0.5, head_density=0.5))
     with pytest.raises(ValueError, match="static needs group_frequency"):
