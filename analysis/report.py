@@ -35,15 +35,14 @@ from analysis.plots import (
 from analysis.results import Record
 from analysis.studies import studied_models
 from analysis.tables import all_tables, environment_lines, section_title
+from sparse_predictor.methods.registry import all_methods
 
 DEFINITIONS = {
     "Unit": "an MLP neuron or an attention head (with grouped-query attention a key-value group).",
     "Density": "density is the share of units that are active; 1.0 is the dense model. Achieved is what was computed.",
-    "Methods": "every method but dense chooses its units per token: oracle from the true outputs (a bound, no gain in "
-    "speed), predictor from a small trained network, cats by the gate's size, teal by thinning out the inputs of the "
-    "MLP's matrices (teal-all and wina-unrotated: those of attention, too, so that head density is a share of its "
-    "inputs; wina-unrotated weighs them by the matrices' columns and leaves WINA's rotation out), griffin by what the "
-    "prompt used, static always the most frequent ones, random blindly.",
+    "Methods": "dense computes everything. "
+    + " ".join(f"{name}: {method.summary}" for name, method in all_methods().items())
+    + " Where attention's inputs are thinned out, head density is a share of these.",
     "Ratio to dense": "ours over dense: above 1 is worse for perplexity and better for speed.",
     "Recall": "the share of the truly active units that were predicted, pooled over tokens.",
     "Precision": "the share of the predicted units that were truly active, pooled over tokens. Neither means much "

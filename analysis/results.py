@@ -25,6 +25,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from analysis.method_styles import RENAMED_METHODS
 from data.files import convert_json, disk_errors
 
 Record = dict[str, Any]
@@ -33,9 +34,6 @@ Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
-# Methods that older records name otherwise: WINA's thresholds were always measured without its rotation.
-RENAMED_METHODS = {"wina": "wina-unrotated"}
-
 # They stand in cells and file names; a table or a plot of a million characters takes minutes to lay out.
 MAX_CHARACTERS = 500
 Short = Annotated[str, Meta(max_length=MAX_CHARACTERS)]

@@ -190,6 +190,7 @@ METHOD = UnitMethod(
     colour="#0072B2",
     marker="o",
     blocks=("attention", "mlp"),
+    role="learned",
     files="predictors",
     trained_densities=trained_densities,
     lookahead=lookahead_of,

@@ -48,6 +48,6 @@ METHOD = UnitMethod(
     colour="#009E73",
     marker="^",
     blocks=("attention", "mlp"),
-    is_bound=True,
+    role="bound",
     make=make,
 )

@@ -47,6 +47,6 @@ METHOD = UnitMethod(
     colour="#7F7F7F",
     marker="X",
     blocks=("attention", "mlp"),
-    is_bound=True,
+    role="bound",
     make=make,
 )

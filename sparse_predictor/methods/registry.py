@@ -50,7 +50,8 @@ class Method:
 
     `order`: its place in choices, tables and plots; `colour` and `marker` in plots. `blocks`: those whose units it can
     choose, or whose inputs it thins out. `files`: what it needs of --predictors. `sets_thresholds`: training sets its
-    thresholds in sparse runs. `is_bound`: no one could run it to save anything, so no table calls it a rival.
+    thresholds in sparse runs. `role`: in tables; a bound could not be run to save
+    anything, a baseline knows nothing of the token, one that is published is a rival of what is learned.
     `trained_densities`: those of each MLP that a directory was trained for, if not the uniform one. `formerly`: an
     older name, and why it has another.
     """
@@ -67,7 +68,7 @@ class Method:
     sets_thresholds: bool = False
     needs_gate: bool = False
     needs_whole_matrices: bool = False
-    is_bound: bool = False
+    role: Literal["learned", "published", "baseline", "bound"] = "published"
     trained_densities: Callable[[Path, float], list[float] | None] | None = None
     formerly: tuple[str, str] | None = None
 

@@ -63,6 +63,7 @@ METHOD = UnitMethod(
     colour="#E69F00",
     marker="v",
     blocks=("attention", "mlp"),
+    role="baseline",
     files="calibration",
     statistics=tuple(FREQUENCIES.values()),
     make=make,
