@@ -37,7 +37,7 @@ def test_bad_density_budgets_are_refused(tmp_path: Path, text: str, message: str
 
 
 def test_a_method_that_is_none_is_refused_and_wina_by_its_right_name() -> None:
-    for chosen in (Selection(method="wina"), Selection(method="tea")):  # type: ignore[arg-type]
+    for chosen in (Selection(method="wina"), Selection(method="tea")):
         message = (
             "wina is now wina-unrotated" if chosen.method == "wina" else "tea is not one of dense, oracle, predictor"
         )

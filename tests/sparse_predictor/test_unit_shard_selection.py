@@ -80,16 +80,16 @@ def test_every_method_chooses_as_in_one_process(
                 assert (here.compensation is not None) == added, "the stand-in is added once"
             assert torch.equal(held, active.mask)
     together = ranks.run(lambda rank: found[rank]["stats"].summed(3, ranks.summed(rank)))
-    bytes_read = ranks.run(lambda rank: mlp_bytes_share(models[rank], method, together[rank], ranks.summed(rank)))  # type: ignore
+    bytes_read = ranks.run(lambda rank: mlp_bytes_share(models[rank], method, together[rank], ranks.summed(rank)))
     thinned = ranks.run(lambda rank: thinned_densities(models[rank], ranks.summed(rank)))
-    shares = ranks.run(lambda rank: layer_bytes_share(models[rank], method, together[rank], ranks.summed(rank)))  # type: ignore
+    shares = ranks.run(lambda rank: layer_bytes_share(models[rank], method, together[rank], ranks.summed(rank)))
     for rank, stats in enumerate(together):
         for block in BLOCKS:
             assert stats.densities(block) == alone["stats"].densities(block)
         assert stats.executions() == alone["stats"].executions()
-        assert bytes_read[rank] == pytest.approx(mlp_bytes_share(whole, method, alone["stats"]), abs=1e-12)  # type: ignore
+        assert bytes_read[rank] == pytest.approx(mlp_bytes_share(whole, method, alone["stats"]), abs=1e-12)
         assert thinned[rank] == pytest.approx(thinned_densities(whole), abs=1e-12)
-        assert shares[rank] == pytest.approx(layer_bytes_share(whole, method, alone["stats"]), abs=1e-12)  # type: ignore
+        assert shares[rank] == pytest.approx(layer_bytes_share(whole, method, alone["stats"]), abs=1e-12)
     assert is_thinning(method) == (min(thinned[0]) < 0.9)
     assert thins_attention(method) == (min(thinned_densities(whole, block="attention")) < 0.9)
 
@@ -223,8 +223,8 @@ def test_a_pipeline_stage_selects_for_the_layers_it_has(trained: Trained, method
     for together in ranks.run(lambda rank: found[rank][1].summed(3, ranks.summed(rank))):
         assert together.blocks.keys() == alone.blocks.keys() and together.executions() == alone.executions()
         assert all(together.densities(block) == alone.densities(block) for block in BLOCKS)
-    shares = ranks.run(lambda rank: mlp_bytes_share(found[rank][0], method, alone, ranks.summed(rank)))  # type: ignore
-    assert shares == [pytest.approx(mlp_bytes_share(whole, method, alone))] * 2  # type: ignore
+    shares = ranks.run(lambda rank: mlp_bytes_share(found[rank][0], method, alone, ranks.summed(rank)))
+    assert shares == [pytest.approx(mlp_bytes_share(whole, method, alone))] * 2
     for model, _ in found:
         remove_sparsity(model)
         assert model.stats is None and all(model.mlp(layer).selector is None for layer in model.layers)

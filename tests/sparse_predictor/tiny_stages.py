@@ -93,7 +93,7 @@ Trained = Callable[..., Path]
 
 def selection(method: str, predictors: Path | None, density: float, **more: Any) -> Selection:
     more = {"sparse_phases": "all", **more}
-    return Selection(method=method, predictors=predictors, mlp_density=density, **more)  # type: ignore[arg-type]
+    return Selection(method=method, predictors=predictors, mlp_density=density, **more)
 
 
 def prompt_then_decode(model: Decoder, batch: int, prompt: int = 6, steps: int = 3) -> Tensor:

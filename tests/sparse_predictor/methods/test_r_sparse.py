@@ -73,7 +73,7 @@ def test_a_run_is_that_of_its_products(trained: Trained) -> None:
                 weight = module.dequantised() if module.rows_are == "inputs" else module.dequantised().t()
                 return as_stated(weight, args[0], part.threshold, part.first.shape[1])
 
-            handles.append(projection_of(model, layer, name).register_forward_hook(replace))  # type: ignore[arg-type]
+            handles.append(projection_of(model, layer, name).register_forward_hook(replace))
     expected = prompt_then_decode(model, 2)
     for handle in handles:
         handle.remove()
@@ -94,7 +94,7 @@ def test_bytes_are_the_entries_kept_and_both_factors(trained: Trained) -> None:
                 nonlocal kept
                 kept += int((module.compared(args[0]) >= module.threshold).sum()) * module.projection.out_features
 
-            part.register_forward_pre_hook(count)  # type: ignore[arg-type]
+            part.register_forward_pre_hook(count)
             factors += 2 * 30 * (part.first.numel() + part.second.numel())
             total += 2 * 30 * 48 * 80
     with torch.no_grad():
