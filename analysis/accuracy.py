@@ -14,6 +14,7 @@ from statistics import mean
 from analysis.comparison import Comparison, compare, same_setting, setting_order, shared_settings
 from analysis.formatting import (
     EMPTY_CELL,
+    NOTHING_TO_SHOW,
     Column,
     Table,
     format_number,
@@ -28,8 +29,6 @@ from analysis.results import Record, grouped
 ACCURACY = "accuracy"
 NEAR_CHANCE_MARK = "†"
 DENSE_MARK = "‡"
-# Where a column says nothing but this, it is left out.
-NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %", "all"}
 # Of the metrics a task reports, the first of these is its accuracy; the others have columns of their own.
 ACCURACY_METRICS = ("acc_norm", "acc", "exact_match")
 OTHER_METRICS = ("agreement", "perplexity", "word_perplexity")
@@ -260,7 +259,8 @@ def _table(found: AccuracyComparison) -> Table:
     ]
     corpora = dict.fromkeys(task for row in found.rows for task in row.perplexities)
     thin = any(row.setting.head_density < 1 for row in found.rows)  # attention reads less, too
-    sometimes: list[Column[AccuracyRow]] = [
+    keep = [heading for heading, _ in columns]
+    columns += [
         *((f"{corpus.removeprefix('perplexity:')}, perplexity to dense", _ratio(corpus)) for corpus in corpora),
         ("achieved MLP density", _achieved(lambda cell: cell.achieved_mlp_density)),
         ("achieved head density", _achieved(lambda cell: cell.achieved_head_density)),
@@ -270,8 +270,8 @@ def _table(found: AccuracyComparison) -> Table:
         ("speed to dense", lambda row: format_quotient(row.setting.tokens_per_s, row.setting.dense_tokens_per_s)),
         ("phase", lambda row: row.setting.phase or EMPTY_CELL),
     ]
-    columns += [each for each in sometimes if not {each[1](row) for row in found.rows} <= NOTHING_TO_SHOW]
-    return make_table(f"{found.model}: accuracy in % ± standard error", found.rows, columns, [_caption(found)])
+    title = f"{found.model}: accuracy in % ± standard error"
+    return make_table(title, found.rows, columns, [_caption(found)], keep=keep, hide={*NOTHING_TO_SHOW, "all"})
 
 
 def _setting_columns(found: AccuracyComparison) -> list[Column[AccuracyRow]]:

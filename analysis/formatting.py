@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TypeVar
 
 EMPTY_CELL = "–"
+# Where all heads are active throughout, their densities are not worth two columns.
+NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
 Row = TypeVar("Row")
 Column = tuple[str, Callable[[Row], str]]  # a heading, and the cell of a row
 
@@ -64,12 +66,19 @@ class Table:
 
 
 def make_table(
-    title: str, rows: Sequence[Row], columns: Sequence[Column[Row]], caption: Sequence[str] = (), *, keep: int = 0
+    title: str,
+    rows: Sequence[Row],
+    columns: Sequence[Column[Row]],
+    caption: Sequence[str] = (),
+    *,
+    keep: Collection[str] = (),
+    hide: Collection[str] = (EMPTY_CELL,),
 ) -> Table:
-    """A line per row, without empty columns but for the first `keep`; the caption's parts, as far as there are any."""
+    """A line per row; the caption's parts, as far as there are any. A column with nothing but what `hide` names is left
+    out, unless `keep` has its heading."""
     cells = {heading: [cell(row) for row in rows] for heading, cell in columns}
-    used = [name for i, name in enumerate(cells) if i < keep or any(cell != EMPTY_CELL for cell in cells[name])]
-    lines = zip(*(cells[name] for name in used), strict=True)
+    used = [heading for heading, found in cells.items() if heading in keep or not set(found) <= {*hide}]
+    lines = zip(*(cells[heading] for heading in used), strict=True)
     return Table(title=title, columns=tuple(used), rows=tuple(lines), caption="; ".join(filter(None, caption)))
 
 

@@ -24,6 +24,7 @@ from analysis.drift import SECTION_TITLES as STUDY_TITLES
 from analysis.drift import VERDICT_NAME, VERDICT_TITLE, study_tables, verdict
 from analysis.formatting import (
     EMPTY_CELL,
+    NOTHING_TO_SHOW,
     Column,
     Table,
     format_cell,
@@ -54,21 +55,12 @@ from data.files import replace_file
 
 MAIN = "main"
 QUALITY_TITLES = {MAIN: "Quality and speed", ACCURACY: "Accuracy", EQUAL_BYTES: "At equal bytes"}
-# Where all heads are active throughout, their densities are not worth two columns.
-NOTHING_TO_SHOW = {EMPTY_CELL, "1.0", "100.0 %"}
 # What a first page shows.
 SHORT_MAIN = ("MLP density", "method", "ratio to dense", "achieved MLP density", "MLP bytes read")
 SHORT_DECODE = (
-    "model",
-    "weights",
-    "method",
-    "look-ahead",
-    "stand-in rank",
-    "MLP density",
-    "head density",
-    "tokens/s",
+    "model", "weights", "method", "look-ahead", "stand-in rank", "MLP density", "head density", "tokens/s",
     "× our dense",
-)
+)  # fmt: skip
 CAPTION_LABELS = ("window", "stride", "num_tokens", "batch_size", "dtype", "weights", "seed")
 
 
@@ -77,14 +69,9 @@ def main_tables(records: Sequence[Record]) -> list[Table]:
     tables = []
     scored = [row for row in compare(records) if row.name == "perplexity"]
     for (model, task, metric), rows in group_by_task(scored).items():
-        shown = [
-            (heading, cell)
-            for heading, cell in _main_columns(metric)
-            if heading in ("MLP density", "method", metric)
-            or not {cell(row) for row in rows} <= NOTHING_TO_SHOW
-            and (heading != "layer bytes read" or any(row.head_density < 1 for row in rows))
-        ]
-        tables.append(make_table(f"{model}, {task}", rows, shown, _main_caption(rows)))
+        columns, keep = _main_columns(metric, rows), ("MLP density", "method", metric)
+        caption = _main_caption(rows)
+        tables.append(make_table(f"{model}, {task}", rows, columns, caption, keep=keep, hide=NOTHING_TO_SHOW))
     return tables
 
 
@@ -99,14 +86,10 @@ def _main_caption(rows: Sequence[Comparison]) -> list[str]:
         parts.append(f"first windows: {format_span(first)} of them, in the same run, for older figures")
     if counts := sorted({row.quality_windows for row in rows if row.quality_windows}):
         parts.append(f"recall and precision on {format_span(counts)} windows")
-    elsewhere = [
-        text
-        for known, text in (
-            (any(row.generating_mlp_density for row in rows), "generating: in the decoding that was timed"),
-            (any(row.tasks_mlp_density for row in rows), "on tasks: mean over the accuracy tasks"),
-        )
-        if known
-    ]
+    elsewhere = (
+        ["generating: in the decoding that was timed"] if any(row.generating_mlp_density for row in rows) else []
+    )
+    elsewhere += ["on tasks: mean over the accuracy tasks"] if any(row.tasks_mlp_density for row in rows) else []
     if elsewhere:
         parts.append(", ".join(["MLP density achieved: on this text", *elsewhere]))
     labels = [row.labels for row in rows]
@@ -117,7 +100,8 @@ def _main_caption(rows: Sequence[Comparison]) -> list[str]:
     return parts
 
 
-def _main_columns(metric: str) -> list[Column[Comparison]]:
+def _main_columns(metric: str, rows: Sequence[Comparison]) -> list[Column[Comparison]]:
+    thin = any(row.head_density < 1 for row in rows)  # attention reads less, too
     return [
         ("MLP density", lambda row: format_number(row.mlp_density)),
         ("head density", lambda row: format_number(row.head_density)),
@@ -132,7 +116,7 @@ def _main_columns(metric: str) -> list[Column[Comparison]]:
         ("on tasks", lambda row: format_share(row.tasks_mlp_density)),
         ("achieved head density", lambda row: format_share(row.achieved_head_density)),
         ("MLP bytes read", lambda row: format_share(row.bytes_read_share)),
-        ("layer bytes read", lambda row: format_share(row.layer_bytes_read_share)),
+        *([("layer bytes read", lambda row: format_share(row.layer_bytes_read_share))] if thin else []),
         ("tokens/s dense", lambda row: format_number(row.dense_tokens_per_s)),
         (
             "tokens/s sparse",
@@ -157,7 +141,7 @@ def record_tables(records: Sequence[Record], name: str) -> list[Table]:
     columns: list[Column[Record]] = [("device", device_of)] if len(set(map(device_of, chosen))) > 1 else []
     columns += [(label, _label(label)) for label in varying]
     columns += [("metric", lambda record: record["metric"]), ("value", lambda record: format_number(record["value"]))]
-    always = len(columns)
+    keep = [heading for heading, _ in columns]
     columns += [
         ("unit", lambda record: record["unit"] or EMPTY_CELL),
         ("baseline", lambda record: (record.get("baseline") or {}).get("name", EMPTY_CELL)),
@@ -167,7 +151,7 @@ def record_tables(records: Sequence[Record], name: str) -> list[Table]:
     ]
     constant = {label: chosen[0]["labels"].get(label) for label in label_names if label not in varying}
     caption = ", ".join(f"{label} {format_cell(setting)}" for label, setting in constant.items() if setting is not None)
-    return [make_table(name, chosen, columns, [caption], keep=always)]
+    return [make_table(name, chosen, columns, [caption], keep=keep)]
 
 
 def _label(name: str) -> Callable[[Record], str]:
