@@ -22,34 +22,14 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 # What would change a text and is not applied, with the values that change nothing (as null and empty ones do).
 NOT_APPLIED: dict[str, tuple[Any, ...]] = {
-    "begin_suppress_tokens": (),
-    "constraints": (),
-    "diversity_penalty": (0,),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": (),
-    "forced_bos_token_id": (),
-    "forced_decoder_ids": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1,),
-    "max_time": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "sequence_bias": (),
-    "stop_strings": (),
-    "suppress_tokens": (),
-    "token_healing": (False,),
-    "top_h": (),
-    "typical_p": (1,),
+    "begin_suppress_tokens": (), "constraints": (), "diversity_penalty": (0,), "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,), "exponential_decay_length_penalty": (), "force_words_ids": (), "forced_bos_token_id": (),
+    "forced_decoder_ids": (), "forced_eos_token_id": (), "guidance_scale": (1,), "max_time": (), "min_length": (0,),
+    "min_new_tokens": (0,), "num_beam_groups": (1,), "num_beams": (1,), "penalty_alpha": (0,), "sequence_bias": (),
+    "stop_strings": (), "suppress_tokens": (), "token_healing": (False,), "top_h": (), "typical_p": (1,),
     "watermarking_config": (),
-}
+}  # fmt: skip
 
 
 class GenerationFile(msgspec.Struct):
