@@ -163,16 +163,6 @@ def test_manifest_states_model_definitions_provenance_and_shapes(
     assert ActivationStore(tmp_path).layout == layout
 
 
-def test_estimate_is_the_size_on_disk(
-    tmp_path: Path, make_layout: Callable[..., StoreLayout], make_document: Callable[..., Any]
-) -> None:
-    for label_format in ("raw", "packed"):
-        layout = make_layout(label_format=label_format)
-        fill(tmp_path / label_format, layout, make_document, [4, 3])
-        size = sum(path.stat().st_size for path in (tmp_path / label_format).glob("*.mmap"))
-        assert layout.estimate_bytes(7) == size
-
-
 def test_wider_floats_are_stored_as_float16(
     tmp_path: Path, make_layout: Callable[..., StoreLayout], make_document: Callable[..., Any]
 ) -> None:

@@ -48,11 +48,6 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     refused(folder, message, FileNotFoundError)
 
 
-def test_a_shard_too_many_is_named(folder: Path) -> None:
-    shutil.copytree(folder / "shard_dp1_pp0_tp1", folder / "shard_dp1_pp0_tp2")
-    refused(folder, "shard_dp1_pp0_tp2 does not belong to the store of dp_size=2 pp_size=2 tp_size=2")
-
-
 def test_a_damaged_file_of_a_shard_is_named(folder: Path) -> None:
     with open(folder / "shard_dp0_pp1_tp1" / "mlp_label_10.mmap", "ab") as file:
         file.write(b"??")
@@ -121,23 +116,6 @@ def test_complete_shards_whose_pieces_do_not_interleave_are_named(
             shutil.rmtree(folder / path.name)
             shutil.copytree(path, folder / path.name)
     refused(folder, r"shard_dp\d_pp\d_tp0 holds \d pieces of documents, but \d pieces dealt to 2 replicas in turn give")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"shards": {"tp_size": 0}}, "`shards.tp_size`: expected `int` >= 1"),
-        ({"shards": []}, "manifest.json: "),
-        ({"layers": [3, 1]}, "layers must be distinct"),
-        ({"bit_order": "big"}, "bit_order 'big' is unknown"),
-        ({"format_version": 2}, "format_version 2 is unknown"),
-    ],
-)
-def test_a_manifest_above_shards_that_does_not_fit_is_named(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
-    edit(folder / "manifest.json", **changes)
-    refused(folder, message)
 
 
 def test_a_store_is_resumed_only_with_the_same_sizes(

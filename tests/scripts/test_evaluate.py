@@ -199,13 +199,6 @@ def test_the_first_windows_have_their_perplexity_in_the_same_run(
     assert "first_windows" not in few[0]
 
 
-def test_a_resumed_sweep_has_the_interval_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
-    whole = evaluate(folder, tmp_path / "whole.jsonl", method=("static",), mlp_density=(0.3,))
-    evaluate(folder, tmp_path / "r.jsonl", method=("dense",))
-    resumed = evaluate(folder, tmp_path / "r.jsonl", method=("static",), mlp_density=(0.3,), resume=True)
-    assert resumed[1]["ratio_interval"] == pytest.approx(whole[1]["ratio_interval"], rel=1e-5)
-
-
 def test_labels_name_the_run_its_predictors_and_its_budget(folder: Path, tmp_path: Path) -> None:
     budget = tmp_path / "greedy.json"
     budget.write_text(json.dumps({"mlp": [0.4, 0.5, 0.6]}))
