@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from loguru import logger
@@ -20,24 +19,22 @@ from modules.checkpoint.load import build_on_meta, load_model
 from modules.config import ModelConfig
 from modules.families.registry import in_family
 from modules.specs import Dense, Grouped, LayerSpec, Rope
-from modules.training import TrainingOptions, initialised_model
+from modules.training import initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
-from scripts.model_loading import Dtype, resolve_device
+from scripts.model_loading import resolve_device
 from scripts.run_records import RecordFile
 from scripts.studies.drift_records import DriftSettings, drift_records
 from scripts.studies.drift_sources import check_calibration
 from scripts.studies.trained_models import (
-    TextPlan,
+    TrainedStudyOptions,
     TrainingText,
     finished_records,
     keep_records,
     prepare_text,
     score,
-    study_dtype,
     train_once,
     training_identity,
-    training_options,
 )
 
 NAME = "ablation"
@@ -48,20 +45,12 @@ VARIANTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(DriftSettings):
+class Options(DriftSettings, TrainedStudyOptions):
     """Train small models that differ in one thing only, and run the drift study on each.
 
     Safe to run again, and beside another run with other --variants or --seeds: what is there is kept.
     """
 
-    corpus: tuple[str, ...]
-    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4:validation; all are mixed."""
-    test_corpus: str
-    """A text of another kind, on which the models are scored as well."""
-    output_dir: Path
-    """Tokenizer, tokenised text and checkpoints go here."""
-    output: Path
-    """Result records (JSON lines), appended; a model whose records are there is not studied anew."""
     variants: tuple[str, ...] = tuple(VARIANTS)
     """Which models: activation-positions-norm."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -76,27 +65,15 @@ class Options(DriftSettings):
     window: int = 512
     """Tokens per window, and the models' context."""
     train_tokens: int = 20_971_520
-    """Tokens that each model is trained on; more than the text holds: several epochs."""
     batch_windows: int = 64
-    """Windows a training step."""
     learning_rate: float = 3e-3
-    """Peak, of AdamW."""
-    calibration_tokens: int = 65536
-    """Held-out text that the study's predictors are fitted on."""
-    test_tokens: int = 32768
-    """Other held-out text, that models and predictors are tested on."""
-    dtype: Dtype = "auto"
-    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see modules/training.py."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
-    quiet: bool = False
-    """No progress bars, warnings only."""
 
 
 def main(options: Options) -> list[Record]:
     """Train and study what is not there yet; returns the records of all that was asked for."""
     check_options(options)
-    text = prepare_text(options.output_dir / "text", text_plan(options), quiet=options.quiet)
+    plan = options.text_plan(vocab_size=options.vocab_size)
+    text = prepare_text(options.output_dir / "text", plan, quiet=options.quiet)
     output = RecordFile(options.output, ParallelMesh.single(resolve_device(options.device)), resume=True)
     return [
         record
@@ -119,33 +96,9 @@ def check_options(options: Options) -> None:
             f"--hidden-size {options.hidden_size} must be an even number of channels for each of "
             f"--num-attention-heads {options.num_attention_heads}"
         )
-    training_of(options, 0)
+    options.training(0)
     if "distance" in options.parts:
         check_calibration(options.calibration_tokens, options.window, options.hidden_size)
-
-
-def text_plan(options: Options) -> TextPlan:
-    """The same for all variants and seeds."""
-    return TextPlan(
-        corpora=options.corpus,
-        other_corpus=options.test_corpus,
-        vocab_size=options.vocab_size,
-        train_tokens=options.train_tokens,
-        calibration_tokens=options.calibration_tokens,
-        test_tokens=options.test_tokens,
-        window=options.window,
-    )
-
-
-def training_of(options: Options, seed: int) -> TrainingOptions:
-    """The same for all variants."""
-    return training_options(
-        train_tokens=options.train_tokens,
-        batch_windows=options.batch_windows,
-        window=options.window,
-        learning_rate=options.learning_rate,
-        seed=seed,
-    )
 
 
 def variant_config(options: Options, levels: Mapping[str, str], vocab_size: int) -> ModelConfig:
@@ -186,17 +139,17 @@ def run_model(options: Options, text: TrainingText, output: RecordFile, variant:
     """Train one model, unless it is there, and append its records, unless they are."""
     device = resolve_device(options.device)
     config = variant_config(options, VARIANTS[variant], vocabulary_size(text))
-    training = training_of(options, seed)
+    training = options.training(seed)
     identity = training_identity(training, text, config=config.version_1_hash())
     folder = options.output_dir / f"{variant}-{seed}"
-    dtype = study_dtype(options.dtype, device)
+    dtype = options.study_dtype()
     labels: dict[str, Any] = {
         "model": variant,
         **VARIANTS[variant],
         "seed": seed,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    settings = DriftSettings(**{entry.name: getattr(options, entry.name) for entry in fields(DriftSettings)})
+    settings = options.settings()
     made = {"training": identity, "study": asdict(settings)}
     if (finished := finished_records(output, NAME, labels, made)) is not None:
         logger.info(f"{variant}, seed {seed}: its records are in {options.output}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,6 @@ class Options(DriftSettings, ModelOptions):
             raise ValueError(f"--parts {' '.join(self.parts)}: without --model there is only drift, from the store")
         if self.activations is not None and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError("--activations: a store is read by one process; leave out torchrun (NUM_GPUS=1)")
-
-    def settings(self) -> DriftSettings:
-        """What `drift_records` wants of these flags."""
-        return DriftSettings(**{entry.name: getattr(self, entry.name) for entry in fields(DriftSettings)})
 
 
 def main(options: Options) -> list[Record]:

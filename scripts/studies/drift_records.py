@@ -6,7 +6,7 @@ Used by `drift` and, on each small model that they train, by `ablation` and `rel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from loguru import logger
@@ -52,6 +52,10 @@ class DriftSettings:
     """Windows of the test text for that; all by default."""
     activation_windows: int | None = None
     """Windows of the test text for part activation; all by default."""
+
+    def settings(self) -> DriftSettings:
+        """Of flags that hold these among others, these."""
+        return DriftSettings(**{entry.name: getattr(self, entry.name) for entry in fields(DriftSettings)})
 
     def check(self) -> None:
         """ValueError for what no run could follow."""

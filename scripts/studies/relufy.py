@@ -27,12 +27,12 @@ from modules.training import TrainingOptions
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark import decode
 from scripts.command_line import run_stage
-from scripts.model_loading import Dtype, model_name, resolve_device, resolve_model
+from scripts.model_loading import model_name, resolve_device, resolve_model
 from scripts.run_records import RecordFile, selection_labels
 from scripts.studies.drift_records import DriftSettings, drift_records
 from scripts.studies.drift_sources import check_calibration
 from scripts.studies.trained_models import (
-    TextPlan,
+    TrainedStudyOptions,
     TrainingText,
     finished_records,
     keep_records,
@@ -40,10 +40,8 @@ from scripts.studies.trained_models import (
     perplexity_record,
     prepare_text,
     score,
-    study_dtype,
     train_once,
     training_identity,
-    training_options,
 )
 from sparse_predictor.selection import Selection, attach_selection
 
@@ -52,7 +50,7 @@ SETTINGS = DriftSettings(parts=("distance", "activation"), max_lookahead=4, dist
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(TrainedStudyOptions):
     """Replace a model's SiLU by ReLU, train it on briefly, and compare with the same model trained on without that.
 
     Safe to run again: what is there is kept.
@@ -60,26 +58,10 @@ class Options:
 
     model: str
     """A gated SiLU model: converted folder, Hugging Face folder or hub id."""
-    corpus: tuple[str, ...]
-    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4:validation; all are mixed."""
-    test_corpus: str
-    """A text of another kind, on which the models are scored as well."""
-    output_dir: Path
-    """Tokenised text, checkpoints and predictors go here."""
-    output: Path
-    """Result records (JSON lines), appended; a variant whose records are there is not studied again."""
     train_tokens: int = 8_388_608
-    """Tokens that each of the two is trained on."""
     window: int = 1024
-    """Tokens per window."""
     batch_windows: int = 16
-    """Windows a training step."""
     learning_rate: float = 3e-4
-    """Peak, of AdamW."""
-    calibration_tokens: int = 65536
-    """Held-out text that the study's predictors are fitted on."""
-    test_tokens: int = 32768
-    """Other held-out text, that models and predictors are tested on."""
     speed_densities: tuple[float, ...] = (0.5, 0.2)
     """Share of the neurons computed where decoding is timed, with predictors of the two trained models; none: not."""
     predictor_tokens: int = 131072
@@ -90,12 +72,6 @@ class Options:
     """Tokens decoded for the time."""
     seed: int = 0
     """Of the order of the text."""
-    dtype: Dtype = "auto"
-    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see modules/training.py."""
-    device: str = "auto"
-    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
-    quiet: bool = False
-    """No progress bars, warnings only."""
 
 
 def main(options: Options) -> list[Record]:
@@ -112,22 +88,7 @@ def main(options: Options) -> list[Record]:
         )
     for density in options.speed_densities:
         Selection(mlp_density=density).densities(1)
-    plan = TextPlan(
-        corpora=options.corpus,
-        other_corpus=options.test_corpus,
-        tokenizer_dir=str(directory),
-        train_tokens=options.train_tokens,
-        calibration_tokens=options.calibration_tokens,
-        test_tokens=options.test_tokens,
-        window=options.window,
-    )
-    training = training_options(
-        train_tokens=options.train_tokens,
-        batch_windows=options.batch_windows,
-        window=options.window,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-    )
+    plan, training = options.text_plan(tokenizer_dir=str(directory)), options.training(options.seed)
     plan.check()
     check_calibration(options.calibration_tokens, options.window, config.hidden_size)
     text = prepare_text(options.output_dir / "text", plan, quiet=options.quiet)
@@ -151,7 +112,7 @@ def labels_of(options: Options, variant: str) -> dict[str, Any]:
         "variant": variant,
         "activation": "silu gated" if activation == "silu" else activation,
         "seed": options.seed,
-        "dtype": str(study_dtype(options.dtype, resolve_device(options.device))).removeprefix("torch."),
+        "dtype": str(options.study_dtype()).removeprefix("torch."),
     }
 
 
@@ -168,7 +129,7 @@ def run_variant(
     """Train one of the two, if it is to be, unless it is there; append its records, unless they are."""
     device = resolve_device(options.device)
     activation, is_trained_on = VARIANTS[variant]
-    dtype = study_dtype(options.dtype, device)
+    dtype = options.study_dtype()
     identity = identity_of(directory, text, training, variant)
     labels = labels_of(options, variant)
     made = {"training": identity}
@@ -228,9 +189,7 @@ def run_sparse(
     if (finished := finished_records(output, RELUFICATION, labels, made, last="tokens_per_s")) is not None:
         return finished
     train_predictors(options, text, folder, predictors, labels["dtype"])
-    model = load_model(
-        folder, dtype=study_dtype(options.dtype, resolve_device(options.device)), device=resolve_device(options.device)
-    )
+    model = load_model(folder, dtype=options.study_dtype(), device=resolve_device(options.device))
     dense = loss_record(RELUFICATION, labels, model, text.held_out)["value"]
     attach_selection(model, selection)
     quality = perplexity_record(loss_record(RELUFICATION, labels, model, text.held_out), dense)

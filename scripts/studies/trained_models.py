@@ -36,7 +36,7 @@ from modules.scoring import token_logprobs
 from modules.training import TrainingOptions, train_model
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
-from scripts.model_loading import Dtype, resolve_dtype
+from scripts.model_loading import Dtype, resolve_device, resolve_dtype
 from scripts.run_records import RecordFile, hash_of
 
 HELD_OUT_EVERY = 32
@@ -273,6 +273,61 @@ def _first_characters(texts: Iterator[str], limit: int) -> Iterator[str]:
 SCORED_TOGETHER = 16  # windows
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainedStudyOptions:
+    """Flags of the studies that train models."""
+
+    corpus: tuple[str, ...]
+    """Training text: files (python -m scripts.write_text makes one), wikitext[:SPLIT], c4:validation; all are mixed."""
+    test_corpus: str
+    """A text of another kind, on which the models are scored as well."""
+    output_dir: Path
+    """Tokenised text, checkpoints and what else is trained go here."""
+    output: Path
+    """Result records (JSON lines), appended; what has its records there is not studied again."""
+    train_tokens: int
+    """Tokens that each model is trained on; more than the text holds: several epochs."""
+    window: int
+    """Tokens per window."""
+    batch_windows: int
+    """Windows a training step."""
+    learning_rate: float
+    """Peak, of AdamW."""
+    calibration_tokens: int = 65536
+    """Held-out text that the study's predictors are fitted on."""
+    test_tokens: int = 32768
+    """Other held-out text, that models and predictors are tested on."""
+    dtype: Dtype = "auto"
+    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see modules/training.py."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: a GPU if there is one."""
+    quiet: bool = False
+    """No progress bars, warnings only."""
+
+    def text_plan(self, **tokenizer: Any) -> TextPlan:
+        """What to read, with `vocab_size` or `tokenizer_dir`."""
+        sizes = {name: getattr(self, name) for name in ("train_tokens", "calibration_tokens", "test_tokens", "window")}
+        return TextPlan(corpora=self.corpus, other_corpus=self.test_corpus, **sizes, **tokenizer)
+
+    def training(self, seed: int) -> TrainingOptions:
+        """As many steps as it takes; ValueError, with the flag, for what no training could have."""
+        for name in ("train_tokens", "batch_windows", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        return TrainingOptions(
+            steps=math.ceil(self.train_tokens / (self.batch_windows * self.window)),
+            batch_windows=self.batch_windows,
+            window=self.window,
+            learning_rate=self.learning_rate,
+            seed=seed,
+        )
+
+    def study_dtype(self) -> torch.dtype:
+        """Of the weights that are studied."""
+        is_on_gpu = resolve_device(self.device).type == "cuda"
+        return resolve_dtype(self.dtype) or (torch.bfloat16 if is_on_gpu else torch.float32)
+
+
 class _TrainedManifest(msgspec.Struct):
     training: dict[str, Any] | None = None
 
@@ -329,22 +384,6 @@ def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
     return not changed
 
 
-def training_options(
-    *, train_tokens: int, batch_windows: int, window: int, learning_rate: float, seed: int
-) -> TrainingOptions:
-    """As many steps as it takes; ValueError, with the flag, for what no training could have."""
-    for name, value in (("train-tokens", train_tokens), ("batch-windows", batch_windows), ("window", window)):
-        if value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
-    return TrainingOptions(
-        steps=math.ceil(train_tokens / (batch_windows * window)),
-        batch_windows=batch_windows,
-        window=window,
-        learning_rate=learning_rate,
-        seed=seed,
-    )
-
-
 def training_identity(options: TrainingOptions, text: TrainingText, **more: Any) -> dict[str, Any]:
     """What a training depends on, besides the model: as manifests and records have it."""
     return {**dataclasses.asdict(options), "text": text.identity, "num_tokens": options.num_tokens, **more}
@@ -389,11 +428,6 @@ def keep_records(output: RecordFile, records: Sequence[Record], made: Mapping[st
 
 def _as_read(made: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return json.loads(json.dumps(made))  # a tuple comes back as a list
-
-
-def study_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
-    """Of the weights that are studied; auto: bfloat16 on a GPU, float32 elsewhere."""
-    return resolve_dtype(dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def score(
