@@ -71,10 +71,8 @@ def measured(records: list[Record]) -> list[Any]:
 
 
 def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "cut").mkdir()
-    records = main(options(tmp_path / "whole"))
-    assert measured(read_records(tmp_path / "whole/records.jsonl")) == measured(records)
+    records = main(options(tmp_path))
+    assert measured(read_records(tmp_path / "records.jsonl")) == measured(records)
     assert {record["name"] for record in records} == {"ablation"}
     for name in TWO:
         mine = [record for record in records if record["labels"]["model"] == name]
@@ -95,12 +93,14 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
         assert loss is mine[-1] and loss["interval"][0] < loss["value"] < loss["interval"][1]
         assert loss["value"] < 5.0 < torch.tensor(300.0).log() - 0.5  # it learns
         assert loss["num_parameters"] == sum(
-            parameter.numel() for parameter in load_model(tmp_path / f"whole/ablation/{name}-0").parameters()
+            parameter.numel() for parameter in load_model(tmp_path / f"ablation/{name}-0").parameters()
         )
         other = [record for record in mine if record["labels"].get("corpus") == "other.txt"]
         assert [record["metric"] for record in other] == ["perplexity"]
 
     # Interrupted while the second model's records are being made; then its records are there in part.
+    monkeypatch.setattr(scripts.studies.trained_models, "train_model", None)  # both are trained
+    cut = tmp_path / "cut.jsonl"
     study = scripts.studies.ablation.drift_records
 
     def interrupted(*arguments: Any, **more: Any) -> list[Record]:
@@ -110,30 +110,27 @@ def test_the_experiment_in_miniature_and_resumed(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(scripts.studies.ablation, "drift_records", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        main(options(tmp_path / "cut"))
+        main(options(tmp_path, output=cut))
     monkeypatch.setattr(scripts.studies.ablation, "drift_records", study)
-    lines = (tmp_path / "whole/records.jsonl").read_text().splitlines(keepends=True)
-    with (tmp_path / "cut/records.jsonl").open("a") as file:
+    lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    with cut.open("a") as file:
         file.writelines(lines[len(lines) // 2 : len(lines) // 2 + 3])
-    monkeypatch.setattr(scripts.studies.trained_models, "train_model", None)  # both are trained
-    resumed = main(options(tmp_path / "cut"))
-    assert measured(resumed) == measured(records)
-    assert measured(read_records(tmp_path / "cut/records.jsonl")) == measured(records)
-    assert measured(main(options(tmp_path / "cut"))) == measured(records)
+    for _ in range(2):
+        assert measured(main(options(tmp_path, output=cut))) == measured(records) == measured(read_records(cut))
     with pytest.raises(ValueError, match="was trained otherwise .* choose another --output-dir"):
-        main(options(tmp_path / "cut", learning_rate=1e-3, output=tmp_path / "other.jsonl"))
+        main(options(tmp_path, learning_rate=1e-3, output=tmp_path / "other.jsonl"))
     other = {"learning_rate": 1e-3, "output_dir": tmp_path / "other"}  # not taken for what is recorded, nor trained
     with pytest.raises(ValueError, match=r"relu-.* made otherwise: learning_rate is 0.002 there, 0.001 now; choose"):
-        main(options(tmp_path / "cut", **other))
+        main(options(tmp_path, output=cut, **other))
     assert {record["training"]["learning_rate"] for record in records} == {0.002}
     # Killed while it wrote: what is there of another training is not mixed with this one's.
     (tmp_path / "killed.jsonl").write_text("".join(lines[:3]))
     with pytest.raises(ValueError, match=r"relu-.* made otherwise: learning_rate is 0.002 there, 0.001 now; choose"):
-        main(options(tmp_path / "cut", **other, output=tmp_path / "killed.jsonl"))
+        main(options(tmp_path, **other, output=tmp_path / "killed.jsonl"))
     with pytest.raises(ValueError, match=r"made otherwise: mlp_density is 0.5 there, 0.2 now; choose another --output"):
-        main(options(tmp_path / "cut", mlp_density=0.2))
+        main(options(tmp_path, output=cut, mlp_density=0.2))
     with pytest.raises(ValueError, match="holds another text"):
-        main(options(tmp_path / "cut", vocab_size=290))
+        main(options(tmp_path, output=cut, vocab_size=290))
 
 
 def test_documents_are_held_out_whole_and_each_token_is_somewhere(tmp_path: Path) -> None:
