@@ -86,7 +86,8 @@ class ModelConfig:
 
     @property
     def gated_mlp(self) -> bool:
-        return self._of_all_layers("feed_forward", "gated")
+        """Whether every layer's MLP has a gate."""
+        return all(layer.feed_forward.gated for layer in self.layers)
 
     @property
     def activation(self) -> Activation:

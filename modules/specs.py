@@ -74,6 +74,19 @@ class Grouped:
         """Query heads that share one key-value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    @property
+    def num_units(self) -> int:
+        """Key-value groups, which can be skipped."""
+        return self.num_key_value_heads
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of all matrices (biases not counted)."""
+        return 2 * hidden_size * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+
+    def num_unit_weights(self, hidden_size: int) -> int:
+        """Of the matrices of which a skipped unit is not read: those of queries and output."""
+        return 2 * hidden_size * self.head_dim * self.num_attention_heads
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
@@ -84,6 +97,19 @@ class Dense:
     activation: Activation
     bias: bool = False
 
+    @property
+    def num_units(self) -> int:
+        """Neurons, which can be skipped."""
+        return self.intermediate_size
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of all matrices (biases not counted): the 100 % of *MLP bytes read*."""
+        return (2 + self.gated) * hidden_size * self.intermediate_size
+
+    def num_unit_weights(self, hidden_size: int) -> int:
+        """Of the matrices of which a skipped unit is not read: all."""
+        return self.num_weights(hidden_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
@@ -91,3 +117,7 @@ class LayerSpec:
 
     attention: Grouped
     feed_forward: Dense
+
+    def of(self, block: Literal["attention", "mlp"]) -> Grouped | Dense:
+        """The spec of one of its blocks."""
+        return self.attention if block == "attention" else self.feed_forward

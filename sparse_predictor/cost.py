@@ -33,28 +33,27 @@ def predictor_bytes_share(model: Decoder, reduce: Reduce = _alone, block: Block 
     """Weights of the attached predictors and stand-ins of a kind of block, over those of these blocks; 0.0 without."""
     read, dense = 0, 0
     for layer in model.layers:
-        dense += num_weights(model.config, block)  # of the whole layer, as is what its predictor reads
+        spec = model.config.layers[layer].of(block)
+        dense += spec.num_weights(model.config.hidden_size)  # of the whole layer, as is what its predictor reads
         selector = innermost(model.half_block(layer, block).block.selector)  # of a phase gate or a measurement
         read += getattr(selector, "num_parameters_read", 0)
     read, dense = reduce(torch.tensor([read, dense])).tolist()
     return read / dense
 
 
-def num_weights(config: ModelConfig, block: Block) -> int:
-    """Weights of a block's matrices (biases not counted)."""
-    if block == "mlp":
-        return config.mlp_num_parameters
-    return 2 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+def num_weights(config: ModelConfig, block: Block) -> float:
+    """Weights of a block's matrices (biases not counted), mean over layers."""
+    return mean(layer.of(block).num_weights(config.hidden_size) for layer in config.layers)
 
 
 def weights_by_density(config: ModelConfig, method: str, block: Block) -> float:
-    """Weights of a block whose reading is in proportion to its density: what a budget of bytes divides. Of an MLP all
-    but the matrices that are read whole (CATS: the gate); of chosen heads the queries' and the output projection's."""
-    if block == "mlp":
-        return config.mlp_num_parameters * find_method(method).share_by_density
-    if is_thinning(method):
+    """Weights of a block whose reading is in proportion to its density, mean over layers: what a budget of bytes
+    divides. Of an MLP all but the matrices that are read whole (CATS: the gate); of chosen heads the queries' and the
+    output projection's."""
+    if is_thinning(method) and block == "attention":
         return float(num_weights(config, block))
-    return 2.0 * config.hidden_size * config.head_dim * config.num_attention_heads
+    weights = mean(layer.of(block).num_unit_weights(config.hidden_size) for layer in config.layers)
+    return weights * (find_method(method).share_by_density if block == "mlp" else 1.0)
 
 
 def mlp_bytes_share(model: Decoder, method: str, stats: SparsityStats, reduce: Reduce = _alone) -> float:
@@ -74,7 +73,9 @@ def attention_bytes_share(model: Decoder, method: str, stats: SparsityStats, red
     weights, all keys' and values', and the predictors of heads."""
     if is_thinning(method):
         return mean(thinned_densities(model, reduce, "attention"))
-    queries, keys = model.config.num_attention_heads, model.config.num_key_value_heads
+    layers = model.config.layers
+    queries = mean(layer.attention.num_attention_heads for layer in layers)
+    keys = mean(layer.attention.num_key_value_heads for layer in layers)
     share = (queries * stats.mean_density("attention") + keys) / (queries + keys)
     return share + predictor_bytes_share(model, reduce, "attention")
 

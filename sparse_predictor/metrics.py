@@ -100,8 +100,7 @@ class MeasuredSelector:
         self.model = model
         self.quality = quality
         self.definition = default_definition(model.config, density)
-        self.num_groups = num_kept(density, model.config.num_key_value_heads)
-        self.block = block
+        self.density, self.block = density, block
         self._norms: Tensor | None = None
 
     @property
@@ -121,7 +120,8 @@ class MeasuredSelector:
             true = true_active(output.flatten(0, 1), self._norms, self.definition, context.units)
         else:
             scores = contribution(output, None, context.units)
-            true = ActiveSet.from_scores(scores, self.num_groups, context.units).mask
+            num_groups = num_kept(self.density, scores.shape[-1])
+            true = ActiveSet.from_scores(scores, num_groups, context.units).mask
         keep = None if context.valid is None else context.valid.reshape(-1, 1)
         if context.units is not None:
             keep = context.units.counted if keep is None else keep & context.units.counted

@@ -5,13 +5,11 @@
 The manifest is written last: a directory without one is unfinished and is refused. It has the sha256 of each file.
 """
 
-import copy
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -187,12 +185,13 @@ def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list
     NaN for those that this rank does not hold; with `reduce`, which sums over ranks, there are none.
     """
     hidden_size, num_layers = model.config.hidden_size, model.config.num_hidden_layers
-    # float64: float32 does not hold every whole number beyond 2**24, and would round the last place to one too many.
-    last = hidden_size * model.config.intermediate_size - 1
-    places = torch.linspace(0, last, 4, dtype=torch.float64).round().long().tolist()
-    layers = range(0, num_layers, max(1, num_layers // 8))
-    found = torch.zeros(2, len(layers) * len(places), dtype=torch.float64)  # values; whether they are here
-    for idx, (layer, place) in enumerate(product(layers, places)):
+    layers, places = range(0, num_layers, max(1, num_layers // 8)), list[tuple[int, int]]()
+    for layer in layers:
+        last = hidden_size * model.config.layers[layer].feed_forward.num_units - 1
+        # float64: float32 does not hold every whole number beyond 2**24, and would round the last to one too many.
+        places += [(layer, place) for place in torch.linspace(0, last, 4, dtype=torch.float64).round().long().tolist()]
+    found = torch.zeros(2, len(places), dtype=torch.float64)  # values; whether they are here
+    for idx, (layer, place) in enumerate(places):
         if model.has_block(layer, "mlp"):
             mlp, neuron = model.mlp(layer), place // hidden_size
             rows = [neuron] if mlp.unit_shard is None else (mlp.unit_shard.local == neuron).nonzero().flatten().tolist()
@@ -279,18 +278,17 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
     """Every predictor the manifest lists, for the layers that are here. A tensor that is missing, extra, of a wrong
     shape or type or not finite, and a file that is another's or not as it was written, is an error that names it."""
     manifest, config = read_manifest(directory, model), model.config
-    num_units: dict[Block, int] = {"mlp": config.intermediate_size, "attention": config.num_key_value_heads}
     predictors: dict[tuple[int, Block], Predictor] = {}
     for block in manifest.blocks:
-        with torch.device("meta"):  # what the files must hold, whatever sizes the manifest claims
-            expected = Predictor(
-                config.hidden_size,
-                num_units[block],
-                manifest.predictor_rank[block],
-                densities=manifest.densities if block == "mlp" else (),
-                standin_rank=manifest.standin_rank if block == "mlp" else 0,
-            )
         for layer in manifest.layers:
+            with torch.device("meta"):  # what the file must hold, whatever sizes the manifest claims
+                expected = Predictor(
+                    config.hidden_size,
+                    config.layers[layer].of(block).num_units,
+                    manifest.predictor_rank[block],
+                    densities=manifest.densities if block == "mlp" else (),
+                    standin_rank=manifest.standin_rank if block == "mlp" else 0,
+                )
             path = predictor_file(directory, layer, block)
             if not path.is_file():
                 raise FileNotFoundError(f"{path} is missing, though the manifest lists layer {layer}; {AGAIN}")
@@ -302,8 +300,8 @@ def load_predictors(directory: Path, model: Decoder) -> tuple[dict[tuple[int, Bl
                 raise ValueError(f"{path}: written for {whose[:100]}, not for layer {layer} {block}; {AGAIN}")
             file.check(expected.state_dict())
             file.check_sum(manifest.sums)
-            predictors[layer, block] = copy.deepcopy(expected)
-            predictors[layer, block].load_state_dict(file.tensors, assign=True)
+            expected.load_state_dict(file.tensors, assign=True)
+            predictors[layer, block] = expected
     return predictors, manifest
 
 

@@ -68,7 +68,7 @@ class TrainingRows:
         missing = sorted(set(self.source_layers) - set(self.layers))
         if missing:
             raise ValueError(f"look-ahead {lookahead} reads layers {missing}, which {store.directory} does not hold")
-        self.num_units = model.config.intermediate_size if block == "mlp" else model.config.num_key_value_heads
+        self.num_units = model.config.layers[0].of(block).num_units  # a store has one width for all layers
         # ||down_j|| [L, 1, F]: what makes activations of different neurons comparable. Head norms already are.
         self.unit_norms: Tensor | None = None
         if block == "mlp":
@@ -174,7 +174,7 @@ class TrainingRows:
             return torch.from_numpy(rows).to(self.device) if rows.dtype == np.bool_ else self._to_device(rows)
         norms = self.store.att_label(layer)
         heads = self._to_device(np.concatenate([norms[start:stop] for start, stop in ranges]))
-        groups = heads.unflatten(-1, (self.num_units, self.model.config.queries_per_group))
+        groups = heads.unflatten(-1, (self.num_units, -1))
         return torch.linalg.vector_norm(groups, dim=-1)
 
     def _to_device(self, rows: np.ndarray) -> Tensor:

@@ -248,16 +248,16 @@ def step_bytes(
     """Of a step with `mean_length` cached positions per row. Weights are read once for all rows of the batch (the union
     of their units; all of an MLP's where more rows than `MAX_FUSED_SPARSE_ROWS` take a mask); an inactive group's keys
     and values are not read, each row for itself. `dense_bytes`: what a dense step reads of the weights."""
-    config, itemsize, num_layers = model.config, model.compute_dtype.itemsize, model.config.num_hidden_layers
+    itemsize, skipped, cached = model.compute_dtype.itemsize, 0.0, model.new_cache(1, 1).num_bytes
     union = achieved.unions if batch_size <= MAX_FUSED_SPARSE_ROWS else {**achieved.unions, "mlp": 1.0}
     mlp_share = union["mlp"] if method == "dense" else find_method(method).mlp_share(union["mlp"])
-    query_weights = 2 * config.hidden_size * config.num_attention_heads * config.head_dim  # and the output's
-    skipped = (1.0 - mlp_share) * config.mlp_num_parameters + (1.0 - union["attention"]) * query_weights
-    cached = 2 * config.num_key_value_heads * config.head_dim * mean_length * batch_size
+    for (block, _), holder in model.blocks.items():
+        share = mlp_share if block == "mlp" else union["attention"]
+        skipped += holder.bytes_read(1.0) - holder.bytes_read(share)
     return StepBytes(
-        weights=round(dense_bytes - num_layers * skipped * itemsize),
+        weights=round(dense_bytes - skipped),
         predictor=predictor_parameters(model) * itemsize,
-        cache=round(num_layers * cached * achieved.densities["attention"] * itemsize),
+        cache=round(cached * mean_length * batch_size * achieved.densities["attention"]),
     )
 
 

@@ -18,6 +18,7 @@ from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
 from modules.linear import bytes_held
 from modules.requests import GenerationRequest, GenerationResult, GenerationTimings
+from modules.sparsity import BLOCKS
 from pipeline_parallel.engine import generate_on_mesh, parallelise
 from pipeline_parallel.fused_add_norm import AllReduce, FusedAddNorm, choose_all_reduce, describe_all_reduce
 from pipeline_parallel.launch import current_launch
@@ -157,11 +158,12 @@ def bytes_of_weights(model: Decoder) -> int:
 def prefill_flops(config: ModelConfig, prompt_tokens: int) -> float:
     """Of the matrix products that one prompt needs: every layer for every token (causal attention: half of the
     square), the head for the last."""
-    query_size = config.num_attention_heads * config.head_dim
-    key_size = config.num_key_value_heads * config.head_dim
-    weights = 2 * config.hidden_size * (query_size + key_size) + config.mlp_num_parameters
-    attended = 2 * query_size * (prompt_tokens + 1) / 2  # scores and weighted values, mean over tokens
-    per_token = 2 * config.num_hidden_layers * (weights + attended)
+    per_token = 0.0
+    for layer in config.layers:
+        weights = sum(layer.of(block).num_weights(config.hidden_size) for block in BLOCKS)
+        query_size = layer.attention.num_attention_heads * layer.attention.head_dim
+        attended = 2 * query_size * (prompt_tokens + 1) / 2  # scores and weighted values, mean over tokens
+        per_token += 2 * (weights + attended)
     return prompt_tokens * per_token + 2 * config.vocab_size * config.word_embed_proj_dim
 
 

@@ -25,6 +25,7 @@ from modules.kernels.deferred_norm import DeferredNorm
 from modules.kernels.sparse_mlp import sparse_mlp
 from modules.kernels.thinned_rows import thinned_rows
 from modules.sparsity import ActiveList, ActiveSet
+from modules.specs import Dense
 from scripts.benchmark.random_models import HF_CONFIGS, find_shape
 from scripts.benchmark.timing import (
     Timing,
@@ -89,15 +90,20 @@ class Bench:
     generator: torch.Generator
     ceiling: float
 
+    @property
+    def feed_forward(self) -> Dense:
+        """That of the shape's layers, which are alike."""
+        return self.config.layers[0].feed_forward
+
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Random numbers of the weights' type."""
         return (torch.randn(shape, generator=self.generator, device=self.device) * scale).to(self.dtype)
 
     def weights(self) -> Weights:
         """One layer."""
-        width, units = self.config.hidden_size, self.config.intermediate_size
-        first = [self.normal(units, width, scale=width**-0.5) for _ in range(1 + self.config.gated_mlp)]
-        return Weights(first[1] if self.config.gated_mlp else None, first[0], self.normal(units, width, scale=0.02))
+        width, units = self.config.hidden_size, self.feed_forward.num_units
+        first = [self.normal(units, width, scale=width**-0.5) for _ in range(1 + self.feed_forward.gated)]
+        return Weights(first[1] if self.feed_forward.gated else None, first[0], self.normal(units, width, scale=0.02))
 
     def states(self, rows: int) -> DeferredNorm:
         """As a half-block leaves them."""
@@ -176,15 +182,17 @@ def mlp_records(bench: Bench) -> list[Record]:
 def mlp_records_of(bench: Bench, rows: int) -> list[Record]:
     """Of one batch size."""
     config, records = bench.config, []
-    row_bytes = (2 + config.gated_mlp) * config.hidden_size * bench.dtype.itemsize
+    row_bytes = (2 + bench.feed_forward.gated) * config.hidden_size * bench.dtype.itemsize
     states = bench.states(rows)
     x = states.normed()
-    cold = num_cold_sets(int(min(bench.options.density) * config.intermediate_size * row_bytes), bench.device)
+    cold = num_cold_sets(int(min(bench.options.density) * bench.feed_forward.num_units * row_bytes), bench.device)
     layers = [bench.weights() for _ in range(max(2, cold))]
     output = torch.zeros(rows, config.hidden_size, device=bench.device)
 
     def run(layer: Weights, active: ActiveList | None) -> Tensor:
-        return sparse_mlp(states, layer.gate, layer.up, layer.down, active, activation=config.activation, output=output)
+        return sparse_mlp(
+            states, layer.gate, layer.up, layer.down, active, activation=bench.feed_forward.activation, output=output
+        )
 
     def library(layer: Weights) -> Tensor:
         return equation(config, x, layer, None)
@@ -203,7 +211,7 @@ def mlp_records_of(bench: Bench, rows: int) -> list[Record]:
                     {"density": density, "batch_size": rows},
                     timing,
                     int(union * row_bytes),
-                    union_density=union / config.intermediate_size,
+                    union_density=union / bench.feed_forward.num_units,
                     baseline={"name": name, "value": value},
                     ratio=value / (timing.median_ms * 1e3),
                 )
@@ -213,7 +221,7 @@ def mlp_records_of(bench: Bench, rows: int) -> list[Record]:
 
 def equation(config: ModelConfig, x: Tensor, layer: Weights, mask: Tensor | None) -> Tensor:
     """The MLP by the library: dense (mask None) as a model would run it, else in float32 with the others zeroed."""
-    activate = ACTIVATION_FUNCTIONS[config.activation]
+    activate = ACTIVATION_FUNCTIONS[config.layers[0].feed_forward.activation]
     cast = (lambda weight: weight) if mask is None else Tensor.float
     values = F.linear(cast(x), cast(layer.up))
     values = activate(values) if layer.gate is None else activate(F.linear(cast(x), cast(layer.gate))) * values
@@ -222,7 +230,7 @@ def equation(config: ModelConfig, x: Tensor, layer: Weights, mask: Tensor | None
 
 def random_set(bench: Bench, rows: int, density: float) -> ActiveSet:
     """As many random neurons per row as the density asks for."""
-    units = bench.config.intermediate_size
+    units = bench.feed_forward.num_units
     scores = torch.rand(rows, units, generator=bench.generator, device=bench.device)
     return ActiveSet.from_scores(scores, max(1, int(density * units + 0.5)))
 
@@ -236,7 +244,7 @@ def thinned_records(bench: Bench) -> list[Record]:
 def thinned_records_of(bench: Bench, density: float) -> list[Record]:
     """Of one share of inputs kept."""
     options = bench.options
-    inputs, outputs = bench.config.hidden_size, bench.config.intermediate_size
+    inputs, outputs = bench.config.hidden_size, bench.feed_forward.num_units
     kept = max(1, int(density * inputs + 0.5))
     cold = num_cold_sets(kept * outputs * bench.dtype.itemsize, bench.device)
     matrices = [bench.normal(1, inputs, outputs, scale=0.02) for _ in range(max(2, cold))]

@@ -198,13 +198,13 @@ def draw_predictors(model: Decoder, selection: Selection, sizes: Sizes) -> Predi
     for layer_idx in range(config.num_hidden_layers):
         predictors[layer_idx, "mlp"] = Predictor(
             config.hidden_size,
-            config.intermediate_size,
+            config.layers[layer_idx].feed_forward.num_units,
             sizes.predictor_rank,
             densities=(selection.mlp_density,),
             standin_rank=sizes.standin_rank,
         )
         if selection.head_density < 1.0:
-            groups = config.num_key_value_heads
+            groups = config.layers[layer_idx].attention.num_units
             predictors[layer_idx, "attention"] = Predictor(config.hidden_size, groups, auto_head_rank(config))
     for (_, block), predictor in predictors.items():
         predictor.to(model.device)
@@ -231,8 +231,10 @@ def calibrate(
         return {
             layer_idx: LayerCalibration(
                 {
-                    "neuron_frequency": torch.rand(config.intermediate_size, generator=generator),
-                    "group_frequency": torch.rand(config.num_key_value_heads, generator=generator),
+                    "neuron_frequency": torch.rand(
+                        config.layers[layer_idx].feed_forward.num_units, generator=generator
+                    ),
+                    "group_frequency": torch.rand(config.layers[layer_idx].attention.num_units, generator=generator),
                 }
             )
             for layer_idx in layers

@@ -64,7 +64,7 @@ class PromptSelector:
 def make(setting: Setting) -> Callable[[int, Block], Selector]:
     scores_text = setting.sparse_phases == "all"
     return lambda layer, block: PromptSelector(
-        setting.densities[block][layer], setting.num_units(block), scores_text=scores_text
+        setting.densities[block][layer], setting.num_units(layer, block), scores_text=scores_text
     )
 
 

@@ -35,7 +35,7 @@ def make(setting: Setting) -> Callable[[int, Block], Selector]:
 
     def largest(layer: int, block: Block) -> Selector:
         norms = unit_norms(model.mlp(layer)).to(model.compute_dtype) if block == "mlp" else None
-        return OracleSelector(norms, setting.densities[block][layer], setting.num_units(block))
+        return OracleSelector(norms, setting.densities[block][layer], setting.num_units(layer, block))
 
     return largest
 

@@ -37,7 +37,9 @@ class RandomSelector:
 
 
 def make(setting: Setting) -> Callable[[int, Block], Selector]:
-    return lambda layer, block: RandomSelector(setting.densities[block][layer], setting.num_units(block), setting.seed)
+    return lambda layer, block: RandomSelector(
+        setting.densities[block][layer], setting.num_units(layer, block), setting.seed
+    )
 
 
 METHOD = UnitMethod(

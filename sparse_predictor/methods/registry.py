@@ -33,10 +33,9 @@ class Setting:
     seed: int = 0
     has_thresholds: bool = False
 
-    def num_units(self, block: Block) -> int:
+    def num_units(self, layer: int, block: Block) -> int:
         """Neurons, or key-value groups of heads, of a layer."""
-        config = self.model.config
-        return config.intermediate_size if block == "mlp" else config.num_key_value_heads
+        return self.model.config.layers[layer].of(block).num_units
 
     def statistics(self, layer: int) -> LayerCalibration:
         """What was measured of a layer."""

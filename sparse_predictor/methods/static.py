@@ -48,7 +48,7 @@ class StaticSelector:
 def make(setting: Setting) -> Callable[[int, Block], Selector]:
     def most_frequent(layer: int, block: Block) -> Selector:
         frequency = setting.statistics(layer).require(FREQUENCIES[block].name, "static")
-        kept = frequency.topk(num_kept(setting.densities[block][layer], setting.num_units(block))).indices
+        kept = frequency.topk(num_kept(setting.densities[block][layer], setting.num_units(layer, block))).indices
         mask = torch.zeros_like(frequency, dtype=torch.bool).scatter_(0, kept, True)
         return StaticSelector(mask.to(setting.model.device))
 

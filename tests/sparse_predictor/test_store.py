@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import sparse_predictor.store
 from data.files import only_writer
 from modules.decoder import Decoder
+from modules.specs import Dense
 from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import load_calibration, load_predictors, parse_manifest, weights_sample
 from tests.data.spoiled_json import spoiled
@@ -290,8 +291,9 @@ def test_a_copy_of_another_layers_file_is_refused(predictors: Path, model: Decod
 def test_the_sample_of_weights_stays_within_a_matrix_that_float32_cannot_number() -> None:
     hidden_size, neurons = 4096, 16384  # its last entry is number 2**26 - 1
     weight = torch.ones(1, 1).expand(neurons, hidden_size)
-    mlp = SimpleNamespace(units=None, down_proj=SimpleNamespace(rows=weight.__getitem__))
-    config = SimpleNamespace(hidden_size=hidden_size, intermediate_size=neurons, num_hidden_layers=1)
+    mlp = SimpleNamespace(unit_shard=None, down_proj=SimpleNamespace(rows=weight.__getitem__))
+    layer = SimpleNamespace(feed_forward=Dense(intermediate_size=neurons, gated=True, activation="silu"))
+    config = SimpleNamespace(hidden_size=hidden_size, layers=(layer,), num_hidden_layers=1)
     model: Any = SimpleNamespace(config=config, has_block=lambda *place: True, mlp=lambda layer_idx: mlp)
     assert weights_sample(model) == [1.0] * 4
 
