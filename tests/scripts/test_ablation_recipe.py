@@ -1,14 +1,12 @@
 """The recipe's shell file: who writes, trains and studies what on which GPU; `stub` stands in for Python."""
 
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-import scripts.studies.ablation
 from scripts.studies.ablation import VARIANTS
+from tests.scripts.shell_files import run_shell
 
 STUB = """#!/usr/bin/env bash
 printf '%s|%s|%s\\n' "$CUDA_VISIBLE_DEVICES" "$NUM_GPUS" "$*" >>calls
@@ -20,17 +18,8 @@ def run_recipe(
     checkout: Path, *flags: str, **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
     """The process, and its calls of Python: GPU, NUM_GPUS and the arguments of each."""
-    shell = Path(scripts.studies.ablation.__file__).parents[1]
-    (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
-    for name in ("presets.sh", "usage.sh", "recipes/ablation.sh"):
-        shutil.copy(shell / name, checkout / "scripts" / name)
-    (checkout / "stub").write_text(STUB)
-    (checkout / "stub").chmod(0o755)
-    command = ["bash", str(checkout / "scripts/recipes/ablation.sh"), *flags]
-    environment = {**os.environ, "PYTHON": "./stub", **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    calls = checkout / "calls"
-    return done, [line.split("|") for line in calls.read_text().splitlines()] if calls.exists() else []
+    done, calls = run_shell(checkout, "recipes/ablation.sh", *flags, stub=STUB, **variables)
+    return done, [line.split("|") for line in calls]
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 8])
@@ -55,4 +44,4 @@ def test_a_step_that_fails_ends_the_recipe(tmp_path: Path) -> None:
     done, calls = run_recipe(tmp_path, MODEL="model", FAILS="scripts.write_text")
     assert done.returncode == 3 and len(calls) == 1
     done, calls = run_recipe(tmp_path, MODEL="model", STEPS="relufy")
-    assert done.returncode == 0 and "scripts.studies.relufy" in calls[-1][2] and len(calls) == 2
+    assert done.returncode == 0 and "scripts.studies.relufy" in calls[-1][2] and len(calls) == 1

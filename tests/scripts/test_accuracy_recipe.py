@@ -1,14 +1,13 @@
 """The recipe of the accuracy tables: what is trained, and what is scored with which predictors; `stub` stands in for
 Python."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-import scripts.evaluate
+from tests.scripts.shell_files import run_shell
 
 STUB = """#!/usr/bin/env bash
 printf '%s\\n' "begin $*" >>calls
@@ -27,18 +26,7 @@ CURVE, DENSITIES = "0.22", ["0.7", "0.5", "0.3"]
 
 def run_recipe(checkout: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """The process, and what its calls of Python wrote when they began and ended: `begin ...`, `end ...`."""
-    shell = Path(scripts.evaluate.__file__).parent
-    (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
-    for name in ("presets.sh", "usage.sh", "recipes/accuracy.sh"):
-        shutil.copy(shell / name, checkout / "scripts" / name)
-    (checkout / "stub").write_text(STUB)
-    (checkout / "stub").chmod(0o755)
-    (checkout / "calls").unlink(missing_ok=True)
-    command = ["bash", str(checkout / "scripts/recipes/accuracy.sh"), *arguments]
-    environment = {**os.environ, "PYTHON": "./stub", **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    calls = checkout / "calls"
-    return done, calls.read_text().splitlines() if calls.exists() else []
+    return run_shell(checkout, "recipes/accuracy.sh", *arguments, stub=STUB, **variables)
 
 
 def flags(call: str, name: str) -> list[str]:

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import scripts.infer
+from tests.scripts.shell_files import SHELL, run_shell
 
 
 def run_shell_stage(checkout: Path, stage: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run scripts/STAGE.sh of a checkout that holds only the shell files; `echo` stands in for Python."""
-    shell = Path(scripts.infer.__file__).parent
-    (checkout / "scripts").mkdir(exist_ok=True)
-    for name in ("presets.sh", "usage.sh", f"{stage}.sh"):
-        shutil.copy(shell / name, checkout / "scripts" / name)
-    command = ["bash", str(checkout / "scripts" / f"{stage}.sh"), *arguments]
-    environment = {**os.environ, "PYTHON": "echo", **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_shell(checkout, f"{stage}.sh", *arguments, **{"PYTHON": "echo", **variables})[0]
 
 
 @pytest.mark.parametrize("stage", ["collect", "train", "infer", "evaluate", "drift"])
@@ -42,8 +36,7 @@ def test_shell_stages_print_and_run_the_python_command_of_a_preset(tmp_path: Pat
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_every_shell_file_that_is_run_says_how_and_does_nothing_else(tmp_path: Path, flag: str) -> None:
-    shell = Path(scripts.infer.__file__).parent
-    shutil.copytree(shell, tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "benchmark", "__pycache__"))
+    shutil.copytree(SHELL, tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "benchmark", "__pycache__"))
     files = [path for path in (tmp_path / "scripts").rglob("*.sh") if path.read_text().startswith("#!")]
     assert {path.name for path in files} >= {"quickstart.sh", "test.sh", "evaluate.sh", "slurm.sh"}
     environment = {**os.environ, "PYTHON": "false"}
@@ -54,6 +47,18 @@ def test_every_shell_file_that_is_run_says_how_and_does_nothing_else(tmp_path: P
         assert f"bash {name}" in done.stdout or f"sbatch {name}" in done.stdout
         assert ("SmolLM2 Llama-3.2-3B" in done.stdout) == ("PRESET" in done.stdout)
     assert not (tmp_path / "outputs").exists() and not (tmp_path / ".venv").exists()
+
+
+def test_the_drift_stage_takes_the_small_model_by_itself_and_samples_it_without_a_gpu(checkout: Path) -> None:
+    (checkout / "outputs/opt-125m/checkpoint").mkdir(parents=True)
+    (checkout / "outputs/opt-125m/checkpoint/config.json").write_text("{}")
+    of_small = run_shell_stage(checkout, "drift", "--seed", "7").stdout
+    assert of_small.startswith("-m scripts.studies.drift --model outputs/smollm2/checkpoint --corpus self ")
+    assert " --calibration-corpus self --output-dir outputs/smollm2/drift " in of_small
+    assert " --test-tokens " in of_small and of_small.endswith(" --seed 7\n")
+    assert run_shell_stage(checkout, "drift", "SmolLM2", "--seed", "7").stdout == of_small
+    of_opt = run_shell_stage(checkout, "drift", "OPT-125M").stdout
+    assert " --corpus wikitext --calibration-corpus c4 " in of_opt and "--test-tokens" not in of_opt
 
 
 # Stands in for Python: notes its arguments, and as evaluate adds a line to --output unless it is told to fail.
@@ -72,21 +77,16 @@ exit "${FAILS:-0}"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Shell files beside a checkpoint of SmolLM2, and `stub` for Python."""
+    """With a checkpoint of SmolLM2."""
     checkpoint = tmp_path / "outputs/smollm2/checkpoint"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text("{}")
-    (tmp_path / "stub").write_text(STUB)
-    (tmp_path / "stub").chmod(0o755)
     return tmp_path
 
 
 def sweep(checkout: Path, *flags: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """`evaluate.sh SmolLM2 --sweep`, and the Python commands that it ran."""
-    (checkout / "calls").unlink(missing_ok=True)
-    variables = {"PYTHON": str(checkout / "stub"), **variables}
-    done = run_shell_stage(checkout, "evaluate", "SmolLM2", "--sweep", *flags, **variables)
-    return done, (checkout / "calls").read_text().splitlines()
+    return run_shell(checkout, "evaluate.sh", "SmolLM2", "--sweep", *flags, stub=STUB, **variables)
 
 
 def test_a_sweep_is_one_evaluation_into_one_file_and_its_report(checkout: Path) -> None:
@@ -111,9 +111,8 @@ def test_a_sweep_is_one_evaluation_into_one_file_and_its_report(checkout: Path) 
 def test_a_sweep_of_a_model_without_gates_leaves_cats_out(checkout: Path) -> None:
     (checkout / "outputs/opt-125m/checkpoint").mkdir(parents=True)
     (checkout / "outputs/opt-125m/checkpoint/config.json").write_text("{}")
-    done = run_shell_stage(checkout, "evaluate", "OPT-125M", "--sweep", PYTHON=str(checkout / "stub"))
+    done, (evaluate, _) = run_shell(checkout, "evaluate.sh", "OPT-125M", "--sweep", stub=STUB)
     assert done.returncode == 0, done.stderr
-    evaluate = (checkout / "calls").read_text().splitlines()[0]
     assert " oracle predictor teal " in evaluate and "cats" not in evaluate
 
 

@@ -1,35 +1,18 @@
 """The recipe of the speed tables: every command it runs is one that its stage takes; what is done is not done again."""
 
 import importlib
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import tyro
 
-import scripts.infer
-
-STUB = """#!/usr/bin/env bash
-printf '%s\\n' "$*" >>calls
-case "$*" in *${FAILS:-nothing}*) exit 3 ;; esac
-"""
+from tests.scripts.shell_files import run_shell
 
 
 def speed(checkout: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """The recipe in a checkout of shell files alone, and the commands that it ran."""
-    shell = Path(scripts.infer.__file__).parent
-    (checkout / "scripts/recipes").mkdir(parents=True, exist_ok=True)
-    for name in ("presets.sh", "usage.sh", "recipes/speed.sh"):
-        shutil.copy(shell / name, checkout / "scripts" / name)
-    (checkout / "stub").write_text(STUB)
-    (checkout / "stub").chmod(0o755)
-    (checkout / "calls").write_text("")
-    environment = {**os.environ, "PYTHON": str(checkout / "stub"), **variables}
-    command = ["bash", str(checkout / "scripts/recipes/speed.sh"), "out"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    return done, (checkout / "calls").read_text().splitlines()
+    return run_shell(checkout, "recipes/speed.sh", "out", **variables)
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import scripts.studies.drift as drift_stage
 from analysis.results import Record, read_records
 from scripts.command_line import run_stage
 from scripts.model_loading import ModelOptions
@@ -114,25 +110,3 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     collect(model, root / "store", ragged_documents([20, 20]))
     write_corpus(root / "text.jsonl", ragged_documents([60, 60]))
     return root
-
-
-def test_the_shell_stage_takes_the_small_model_by_itself_and_samples_it_without_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    for name in ("presets.sh", "usage.sh", "drift.sh"):
-        shutil.copy(Path(drift_stage.__file__).parents[1] / name, tmp_path / "scripts" / name)
-    for run in ("smollm2", "opt-125m"):
-        (tmp_path / "outputs" / run / "checkpoint").mkdir(parents=True)
-        (tmp_path / "outputs" / run / "checkpoint/config.json").write_text("{}")
-
-    def commanded(*arguments: str) -> str:
-        environment = {**os.environ, "PYTHON": "echo"}
-        command = ["bash", str(tmp_path / "scripts/drift.sh"), *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-    of_small = commanded("--seed", "7")
-    assert of_small.startswith("-m scripts.studies.drift --model outputs/smollm2/checkpoint --corpus self ")
-    assert " --calibration-corpus self --output-dir outputs/smollm2/drift " in of_small
-    assert " --test-tokens " in of_small and of_small.endswith(" --seed 7\n")
-    assert commanded("SmolLM2", "--seed", "7") == of_small
-    of_opt = commanded("OPT-125M")
-    assert " --corpus wikitext --calibration-corpus c4 " in of_opt and "--test-tokens" not in of_opt
