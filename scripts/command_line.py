@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 import tyro
 from loguru import logger
@@ -157,14 +157,17 @@ def configure_logging(*, quiet: bool = False) -> None:
     )
 
 
+@overload
 def progress(
-    iterable: Iterable[Item],
-    description: str,
-    *,
-    quiet: bool = False,
-    total: int | None = None,
-    unit: str = "it",
-) -> tqdm[Item]:
+    iterable: tuple[()], description: str, *, quiet: bool = ..., total: int | None = ..., unit: str = ...
+) -> tqdm[Any]: ...
+@overload
+def progress(
+    iterable: Iterable[Item], description: str, *, quiet: bool = ..., total: int | None = ..., unit: str = ...
+) -> tqdm[Item]: ...
+def progress(
+    iterable: Iterable[Any], description: str, *, quiet: bool = False, total: int | None = None, unit: str = "it"
+) -> tqdm[Any]:
     """A progress bar on stderr around `iterable`; none with `quiet`, and of several ranks the first shows its own.
     Long work of a known `total` is also said to be long, in one log line.
 

@@ -12,8 +12,8 @@ from data.bootstrap import Interval
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """One number with its labels, 95 % interval (None: of one group only) and, where it is of layers, a value for each
-    (None: the layer has none). `extras`: what else its record says, such as what it is compared with."""
+    """One number with its labels and 95 % interval (None: of one group only). `per_layer`, of what layers have: a value
+    each (None: it has none). `extras`: what else its record says, such as what it is compared with."""
 
     metric: str
     labels: dict[str, Any]
@@ -22,6 +22,11 @@ class Measure:
     per_layer: list[float | None] | None = None
     unit: str = ""
     extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def of_layers(self) -> dict[str, Any]:
+        """`per_layer` by name, if there is one."""
+        return {} if self.per_layer is None else {"per_layer": self.per_layer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class StudyRecords:
                 one.unit,
                 environment=self.environment,
                 interval=one.interval,
-                **({} if one.per_layer is None else {"per_layer": one.per_layer}),
+                **one.of_layers,
                 **one.extras,
             )
             for one in measures
