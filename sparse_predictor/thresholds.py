@@ -71,10 +71,11 @@ def calibrate_thresholds(
 
 
 class SettingThreshold:
-    """Sets the threshold of the selector inside from the batch at hand, so that it keeps `density`; then it selects."""
+    """Sets the threshold of the selector inside from the batch at hand, of tokens from place `start` on, so that it
+    keeps `density`; then it selects."""
 
-    def __init__(self, inner: ThresholdSelector, density: float) -> None:
-        self.inner, self.density = inner, density
+    def __init__(self, inner: ThresholdSelector, density: float, start: int) -> None:
+        self.inner, self.density, self.start = inner, density, start
 
     @property
     def lookahead(self) -> int:
@@ -83,42 +84,55 @@ class SettingThreshold:
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         values = self.inner.thresholded(hidden_states, context)
-        if context.valid is not None:
-            values = values[context.valid.flatten()]
+        counted = counted_tokens(context.valid, hidden_states, self.start)
+        if counted is not None:
+            values = values[counted.flatten()]
         self.inner.threshold = threshold_at(quantiles_of(values), self.density)
         return self.inner.select(hidden_states, context)
 
 
-def setting_threshold(selector: Selector | None, density: float) -> Selector | None:
+def counted_tokens(valid: Tensor | None, states: Tensor, start: int) -> Tensor | None:
+    """Bool [B, T] of states [B, T, D]: `valid` (None: all) and from place `start` on; None: all."""
+    if start == 0:
+        return valid
+    later = (torch.arange(states.shape[1], device=states.device) >= start).expand(states.shape[:2])
+    return later if valid is None else later & valid
+
+
+def setting_threshold(selector: Selector | None, density: float, start: int = 0) -> Selector | None:
     """A selector of neurons that will set its threshold by itself; one without a threshold as it is."""
     if isinstance(selector, ThresholdSelector) and selector.has_threshold:
-        return SettingThreshold(selector, density)
+        return SettingThreshold(selector, density, start)
     return selector
 
 
-def sets_its_threshold(part: ThinnedInput) -> RemovableHandle:
-    """From now on a thinned input sets its threshold from the batch at hand, so that it keeps its density."""
+def sets_its_threshold(part: ThinnedInput, start: int = 0) -> RemovableHandle:
+    """From now on a thinned input sets its threshold from the batch at hand, of tokens from place `start` on, so that
+    it keeps its density."""
 
     def set_it(module: nn.Module, args: tuple[Tensor]) -> None:
         if part.enabled:
             sizes = part.compared(args[0])
-            sizes = sizes if part.valid is None else sizes[part.valid]
+            counted = counted_tokens(part.valid, args[0], start)
+            sizes = sizes if counted is None else sizes[counted]
             part.threshold = threshold_at(quantiles_of(sizes), part.density)
 
     return part.register_forward_pre_hook(set_it)
 
 
 @torch.inference_mode()
-def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids: Tensor) -> Thresholds | None:
+def set_thresholds_in_run(
+    model: Decoder, densities: Sequence[float], token_ids: Tensor, *, start: int = 0
+) -> Thresholds | None:
     """Set the thresholds of the sparse run that is attached (phases `all`), layer after layer, in one pass over
-    token_ids [B, T]: of every MLP's selector (one density per layer), or of every matrix whose input is thinned out (to
-    its own density; these count from zero afterwards).
+    token_ids [B, T], on its tokens from place `start` on: of every MLP's selector (one density per layer), or of every
+    matrix whose input is thinned out (to its own density; these count from zero afterwards).
 
     Returns the thresholds, -inf where a layer is dense: one per layer, or by name of the matrix one per layer. None,
     and nothing done, if nothing is chosen by threshold."""
     thinned = thinned_by_name(model)
     if thinned:
-        handles = [sets_its_threshold(part) for parts in thinned.values() for part in parts]
+        handles = [sets_its_threshold(part, start) for parts in thinned.values() for part in parts]
         try:
             model(token_ids)
         finally:
@@ -129,7 +143,7 @@ def set_thresholds_in_run(model: Decoder, densities: Sequence[float], token_ids:
                 part.count_from()
         return {name: [part.threshold for part in parts] for name, parts in thinned.items()}
     mlps = [model.mlp(layer) for layer in model.layers]
-    setting = [setting_threshold(mlp.selector, density) for mlp, density in zip(mlps, densities, strict=True)]
+    setting = [setting_threshold(mlp.selector, density, start) for mlp, density in zip(mlps, densities, strict=True)]
     if not any(isinstance(selector, SettingThreshold) for selector in setting):
         return None
     found = []

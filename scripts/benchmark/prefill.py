@@ -101,7 +101,7 @@ def tune_splits(options: EngineOptions) -> list[SplitPoint]:
 def in_two_passes(model: Decoder, ids: Tensor) -> Tensor:
     """States [1, T, D] of the halves of an even split, the second after the first."""
     model.prefill_driver = None
-    first = first_half(*ids.shape, offset=0)
+    first = first_half(ids.shape[0], ids.shape[1], offset=0)
     with torch.inference_mode():
         cache = model.new_cache(*ids.shape)
         return torch.cat([model(half, cache=cache).clone() for half in (ids[:, :first], ids[:, first:])], dim=1)

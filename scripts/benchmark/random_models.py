@@ -8,27 +8,24 @@ random prompts first, then on what the sparse model itself wrote after them. The
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from loguru import logger
-from torch import Tensor, nn
+from torch import Tensor
 
 from modules.checkpoint.load import Prepare, build_on_meta, random_model
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.feed_forward import FeedForward
-from modules.sparsity import ActiveSet, Block, SelectionContext, Selector
-from sparse_predictor.calibration import LayerCalibration, quantiles_of, threshold_at
-from sparse_predictor.methods.cats import CatsSelector
-from sparse_predictor.methods.learned_predictor import PredictorSelector
+from modules.sparsity import Block
+from sparse_predictor.calibration import LayerCalibration
+from sparse_predictor.methods.registry import find_method, needs_files
 from sparse_predictor.predictor import Predictor, auto_head_rank
-from sparse_predictor.selection import Selection, apply_sparsity, attach_selection, remove_sparsity
+from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
-from sparse_predictor.thinning import PROJECTIONS
-from sparse_predictor.thresholds import CalibratingSelector
+from sparse_predictor.thresholds import set_thresholds_in_run
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -169,23 +166,48 @@ def attach_random(
     """Make a model of random weights sparse as `selection` says, with files written to `selection.predictors`.
 
     `prompts` int64 [B, T] begin the texts that `write` gives. The states of later tokens differ from those of a prompt,
-    and which texts are written depends on the thresholds: each round calibrates on what the last one wrote.
+    and which texts are written depends on the thresholds: they are set again on what was written by the last ones.
     """
-    if selection.method in ("dense", "random"):
-        attach_selection(model, selection)
-        return
-    assert selection.predictors is not None
-    predictors = draw_predictors(model, selection, sizes) if selection.method == "predictor" else {}
+    if needs_files(selection.method):
+        write_random_files(model, selection, sizes)
+    attach_selection(model, selection)
+    densities = selection.densities(model.config.num_hidden_layers)["mlp"]
     token_ids, start = prompts, 0
     for round_idx in range(num_rounds + 1):
-        calibration = calibrate(model, selection, sizes, predictors, token_ids, start)
-        manifest = _manifest(model, selection, sizes, predictors)
-        save_predictors(selection.predictors, predictors, calibration, {}, manifest)
-        attach_selection(model, selection)
-        if selection.method == "static":  # a choice that does not depend on states
-            return
+        if set_thresholds_in_run(model, densities, token_ids, start=start) is None:
+            return  # nothing is chosen by threshold
         if round_idx < num_rounds:
             token_ids, start = torch.tensor(write(), device=model.device)[:, :-1], prompts.shape[1]
+
+
+def write_random_files(model: Decoder, selection: Selection, sizes: Sizes) -> None:
+    """Predictors, and what else the method wants to know of a layer."""
+    assert selection.predictors is not None
+    method, config = find_method(selection.method), model.config
+    generator = torch.Generator().manual_seed(selection.seed)
+    predictors = draw_predictors(model, selection, sizes) if method.files == "predictors" else {}
+    calibration = {
+        layer_idx: LayerCalibration(
+            {known.name: torch.rand(known.shape(config), generator=generator) for known in method.statistics}
+        )
+        for layer_idx in range(config.num_hidden_layers)
+    }
+    blocks: list[Block] = sorted({block for _, block in predictors})
+    manifest = PredictorManifest(
+        model_id="random weights",
+        config_hash=config.config_hash(),
+        weights_sample=weights_sample(model),
+        layers=list(range(config.num_hidden_layers)),
+        blocks=blocks,
+        lookahead=sizes.lookahead,
+        mlp_rule="threshold",
+        predictor_rank={block: predictors[0, block].rank for block in blocks},
+        standin_rank=sizes.standin_rank,
+        densities=[selection.mlp_density],
+        definitions={"values": "random"},
+        training={"seed": selection.seed},
+    )
+    save_predictors(selection.predictors, predictors, calibration, {}, manifest)
 
 
 def draw_predictors(model: Decoder, selection: Selection, sizes: Sizes) -> Predictors:
@@ -216,146 +238,3 @@ def draw_predictors(model: Decoder, selection: Selection, sizes: Sizes) -> Predi
         if block == "attention":
             predictor.bias.normal_(generator=generator)
     return predictors
-
-
-@torch.inference_mode()
-def calibrate(
-    model: Decoder, selection: Selection, sizes: Sizes, predictors: Predictors, token_ids: Tensor, start: int
-) -> dict[int, LayerCalibration]:
-    """One sparse pass over token_ids [B, T], each layer's threshold set on what the layers before it gave for tokens
-    from place `start` on: in place for predictors, else what `attach_selection` reads."""
-    config = model.config
-    layers = range(config.num_hidden_layers)
-    if selection.method == "static":
-        generator = torch.Generator().manual_seed(selection.seed)
-        return {
-            layer_idx: LayerCalibration(
-                {
-                    "neuron_frequency": torch.rand(
-                        config.layers[layer_idx].feed_forward.num_units, generator=generator
-                    ),
-                    "group_frequency": torch.rand(config.layers[layer_idx].attention.num_units, generator=generator),
-                }
-            )
-            for layer_idx in layers
-        }
-    if selection.method == "teal":
-        return _calibrate_inputs(model, selection.mlp_density, token_ids, start)
-    selectors: dict[tuple[int, Block], Selector] = {}
-    gates: dict[int, CalibratingGate] = {}
-    for layer_idx in layers:
-        if selection.method == "cats":
-            gates[layer_idx] = CalibratingGate(model.mlp(layer_idx), selection.mlp_density)
-            selectors[layer_idx, "mlp"] = FromToken(gates[layer_idx], start)
-    for (layer_idx, block), predictor in predictors.items():
-        lookahead = sizes.lookahead if layer_idx >= sizes.lookahead else 0
-        if block == "mlp":
-            calibrating = CalibratingSelector(predictor, selection.mlp_density, lookahead, model.compute_dtype)
-            selectors[layer_idx, block] = FromToken(calibrating, start)
-        else:
-            copied = _copy(predictor).to(model.compute_dtype)
-            selectors[layer_idx, block] = PredictorSelector(copied, selection.head_density, "topk", lookahead)
-    apply_sparsity(model, selectors)
-    model(token_ids)
-    remove_sparsity(model)
-    return {
-        layer_idx: LayerCalibration({"gate_quantiles": gates[layer_idx].quantiles} if gates else {})
-        for layer_idx in layers
-    }
-
-
-def _copy(predictor: Predictor) -> Predictor:
-    copied = Predictor(predictor.first.shape[1], predictor.num_units, predictor.rank)
-    copied.load_state_dict(predictor.state_dict())
-    return copied.to(predictor.first.device)
-
-
-@dataclass(frozen=True)
-class FromToken:
-    """Shows a calibrating selector the tokens before place `start` as padding, which thresholds do not look at."""
-
-    inner: Selector
-    start: int
-
-    @property
-    def lookahead(self) -> int:
-        """As the selector inside."""
-        return self.inner.lookahead
-
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        return self.inner.select(hidden_states, replace(context, valid=context.positions >= self.start))
-
-
-class CalibratingGate(CatsSelector):
-    """CATS, setting its threshold from the batch at hand."""
-
-    def __init__(self, mlp: FeedForward, density: float) -> None:
-        super().__init__(mlp, float("-inf"))
-        self.density = density
-        self.quantiles = torch.empty(0)
-
-    def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
-        assert context.valid is not None
-        gate_values = self.activate(self.gate_proj(hidden_states))[context.valid]
-        self.quantiles = quantiles_of(gate_values.abs())
-        self.threshold = threshold_at(self.quantiles, self.density)
-        return super().select(hidden_states, context)
-
-
-class CalibratingInput(nn.Module):
-    """A thinned input (TEAL), setting its threshold from the batch at hand."""
-
-    def __init__(self, projection: nn.Module, density: float, start: int) -> None:
-        super().__init__()
-        self.projection = projection
-        self.density, self.start = density, start
-        self.quantiles = torch.empty(0)
-
-    def forward(self, states: Tensor) -> Tensor:
-        self.quantiles = quantiles_of(states[:, self.start :].abs())
-        dropped = states.abs() < threshold_at(self.quantiles, self.density)
-        return self.projection(states.masked_fill(dropped, 0))
-
-
-def _calibrate_inputs(model: Decoder, density: float, token_ids: Tensor, start: int) -> dict[int, LayerCalibration]:
-    remove_sparsity(model)
-    parts: dict[tuple[int, str], CalibratingInput] = {}
-    for layer_idx in model.layers:
-        for name in PROJECTIONS["mlp"]:
-            if (projection := getattr(model.mlp(layer_idx), name)) is not None:
-                parts[layer_idx, name] = CalibratingInput(projection, density, start)
-                setattr(model.mlp(layer_idx), name, parts[layer_idx, name])
-    try:
-        model(token_ids)
-    finally:
-        for (layer_idx, name), part in parts.items():
-            setattr(model.mlp(layer_idx), name, part.projection)
-    return {
-        layer_idx: LayerCalibration(
-            {
-                "input_quantiles": parts[layer_idx, "up_proj"].quantiles,
-                "activation_quantiles": parts[layer_idx, "down_proj"].quantiles,
-            }
-        )
-        for layer_idx in model.layers
-    }
-
-
-def _manifest(
-    model: Decoder, selection: Selection, sizes: Sizes, predictors: Mapping[tuple[int, Block], Predictor]
-) -> PredictorManifest:
-    blocks: list[Block] = sorted({block for _, block in predictors})
-    return PredictorManifest(
-        model_id="random weights",
-        config_hash=model.config.config_hash(),
-        weights_sample=weights_sample(model),
-        layers=list(range(model.config.num_hidden_layers)),
-        blocks=blocks,
-        lookahead=sizes.lookahead,
-        mlp_rule="threshold",
-        predictor_rank={block: predictors[0, block].rank for block in blocks},
-        standin_rank=sizes.standin_rank,
-        densities=[selection.mlp_density],
-        definitions={"values": "random"},
-        training={"seed": selection.seed},
-    )
