@@ -229,6 +229,7 @@ def test_hugging_face_compiled_is_a_baseline_of_its_own(tmp_path: Path, monkeypa
         return config
 
     monkeypatch.setattr(hugging_face, "compile_config", on_a_cpu)
+    monkeypatch.setitem(HF_CONFIGS, "tiny", HF_CONFIGS["tiny"] | {"num_hidden_layers": 2})  # each is traced
     record = decode(tmp_path, baseline="hf-compiled", new_tokens=4)[0]
     assert record["baseline"]["name"] == "Hugging Face compiled" and record["baseline"]["value"] > 0
 
