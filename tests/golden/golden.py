@@ -19,6 +19,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"
 
 import argparse
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -443,6 +444,7 @@ def main() -> None:
             if not Path(str(imported.__file__)).is_relative_to(ROOT):
                 raise SystemExit(f"{imported.__file__} is not of {ROOT}")
         importlib.import_module("convert_llama_checkpoint")
+        gc.freeze()  # what is imported stays; a fork that collects would copy all of it
         base = json.loads(options.check.read_text()) if options.check else None
         older = (options.output if base is None else options.check).with_suffix(".files")
         if base is None:
