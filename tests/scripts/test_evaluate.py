@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from analysis.results import read_records
+import scripts.evaluate
+from analysis.results import Record, make_record, read_records
 from modules.scoring import Likelihood
-from scripts import evaluate as perplexity_runs
+from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
 from scripts.evaluate import Options, main
-from scripts.run_records import gguf_source
+from scripts.run_records import RecordFile, gguf_source
 from tests.modules.tiny_kinds import KINDS, LLAMA
 from tests.sparse_predictor.tiny_stages import (
     collect,
@@ -152,7 +153,7 @@ def test_a_decode_speed_has_its_samples_and_the_density_while_generating(folder:
     _, quality, speed = evaluate(folder, tmp_path / "r.jsonl", method=("cats",), mlp_density=(0.5,), decode_tokens=6)
     assert (
         speed["value"] == median(speed["timing"]["samples"])
-        and len(speed["timing"]["samples"]) == perplexity_runs.TIMED_RUNS
+        and len(speed["timing"]["samples"]) == scripts.evaluate.TIMED_RUNS
     )
     assert speed["baseline"]["value"] == median(speed["timing"]["baseline_samples"])
     assert 0 < speed["achieved"]["mlp_density"] < 1 and speed["achieved"]["head_density"] == 1.0
@@ -173,21 +174,21 @@ def test_every_window_is_kept_and_the_ratio_has_an_interval_over_windows(folder:
 
 
 def test_an_interval_is_of_windows_drawn_alike_for_both_runs(folder: Path, tmp_path: Path) -> None:
-    def score(*nll: float) -> perplexity_runs.Score:
-        return perplexity_runs.Score([Likelihood(one, 10) for one in nll], 0.0)
+    def score(*nll: float) -> scripts.evaluate.Score:
+        return scripts.evaluate.Score([Likelihood(one, 10) for one in nll], 0.0)
 
     # Windows of very different difficulty, of each of which the sparse run loses a tenth of a nat per token.
     dense, sparse = score(5.0, 50.0, 20.0), score(6.0, 51.0, 21.0)
-    ends = perplexity_runs.compared(sparse, dense)["ratio_interval"]
+    ends = scripts.evaluate.compared(sparse, dense)["ratio_interval"]
     assert ends == pytest.approx([math.exp(0.1)] * 2)
-    assert perplexity_runs.compared(sparse, score(1.0)) == {}, "of other windows"
-    assert "ratio_interval" not in perplexity_runs.compared(score(1e6, 2e6), score(1.0, 1.0))
+    assert scripts.evaluate.compared(sparse, score(1.0)) == {}, "of other windows"
+    assert "ratio_interval" not in scripts.evaluate.compared(score(1e6, 2e6), score(1.0, 1.0))
 
 
 def test_the_first_windows_have_their_perplexity_in_the_same_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(perplexity_runs, "FIRST_WINDOWS", 2)
+    monkeypatch.setattr(scripts.evaluate, "FIRST_WINDOWS", 2)
     dense, sparse = evaluate(folder, tmp_path / "r.jsonl", method=("static",), mlp_density=(0.3,))
     few = evaluate(folder, tmp_path / "few.jsonl", method=("static",), mlp_density=(0.3,), max_windows=2)
     assert sparse["first_windows"] == {
@@ -293,3 +294,18 @@ def test_a_run_ends_with_the_table_of_its_own_records(
     assert "2 records in " in said.err.splitlines()[-1]
     run_stage(main, Options, [*flags, "--quiet"])
     assert capsys.readouterr().out == ""
+
+
+def record(value: float, learning_rate: float) -> Record:
+    training = {"learning_rate": learning_rate}
+    return make_record("ablation", {"model": "tiny"}, "loss", value, "nats", training=training)
+
+
+def test_records_of_one_training_are_not_kept_for_those_of_another(tmp_path: Path) -> None:
+    def record_file() -> RecordFile:
+        return RecordFile(tmp_path / "records.jsonl", ParallelMesh.single("cpu"), resume=True)
+
+    (first,) = record_file().write([record(1.0, 0.1)])
+    assert record_file().write([record(5.0, 0.1)]) == [first], "the same run, resumed"
+    (second,) = record_file().write([record(2.0, 0.2)])
+    assert second["value"] == 2.0 and read_records(tmp_path / "records.jsonl") == [first, second]

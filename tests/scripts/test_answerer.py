@@ -21,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (FREE, 2 * FREE))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
-    cache = SimpleNamespace(keys=torch.zeros(25, dtype=torch.float32))  # 200 bytes a token, with the values
+    cache = SimpleNamespace(num_bytes=200)  # a token
     model = SimpleNamespace(device=torch.device("cuda"), new_cache=lambda rows, tokens: cache)
     return SimpleNamespace(model=model, mesh=ParallelMesh.single("cpu"))
 
