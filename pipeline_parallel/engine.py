@@ -80,7 +80,7 @@ def generate_on_mesh(
             stack.enter_context(watch.on_abort(collector.collect))
 
         def take_token(place: int, token_id: int, logprob: float) -> None:
-            collector.collect_now_and_then()
+            collector.collect_if_due()
             if on_token is not None:
                 on_token(mine[place], token_id, logprob)
 
@@ -91,7 +91,7 @@ def generate_on_mesh(
             eos_token_ids=eos,
             decode=decode,
             on_token=take_token,
-            on_finish=(lambda place, result: collector.hand_in(mine[place], result)) if mesh.is_leader else None,
+            on_finish=(lambda place, result: collector.add(mine[place], result)) if mesh.is_leader else None,
             timings=timings,
             exchange=exchange_of(mesh),
             warm_up=warm_up,
@@ -105,7 +105,7 @@ def generate_on_mesh(
 
 
 class _AnswerCollector:
-    """Where answers are handed in, by this replica and, through the mailbox, by the others."""
+    """Takes the answers of this replica and, through the mailbox, of the others, and passes them on."""
 
     def __init__(
         self, mesh: ParallelMesh, num_requests: int, on_finish: Callable[[int, GenerationResult], None] | None
@@ -117,7 +117,7 @@ class _AnswerCollector:
         self._collected_s = time.monotonic()
         self._lock = threading.Lock()  # the watch's thread collects, too, when a run is cut short
 
-    def hand_in(self, request_idx: int, result: GenerationResult) -> None:
+    def add(self, request_idx: int, result: GenerationResult) -> None:
         """An answer of this replica."""
         if self.mesh.rank != 0:
             assert self.mailbox is not None
@@ -147,7 +147,7 @@ class _AnswerCollector:
             self.on_finish = None  # a full disk stays full: trying the next answer would only say so again
             raise
 
-    def collect_now_and_then(self) -> None:
+    def collect_if_due(self) -> None:
         """`collect`, if it is some time ago."""
         if time.monotonic() - self._collected_s > COLLECT_INTERVAL_S:
             self.collect()

@@ -25,13 +25,13 @@ from tests.modules.tiny_kinds import KINDS, random_tokens
 # (tp, pp) by world size; what is left over is data parallel.
 MESHES = {
     2: [(2, 1), (1, 2)],
-    3: [(3, 1)],  # what does not divide
-    4: [(2, 2), (2, 1), (1, 1)],
+    4: [(4, 1), (2, 2), (2, 1), (1, 1)],
 }
+# Neurons, and in one model heads, that ranks cannot share evenly.
 MODELS = {
-    name: KINDS[name]
-    for name in ("llama-24-heads-8-groups", "llama-9-heads-3-groups", "opt", "opt-post-norm-projected")
+    name: KINDS[name] | {"intermediate_size": 81} for name in ("llama-24-heads-8-groups", "llama-9-heads-3-groups")
 }
+MODELS |= {name: KINDS[name] | {"ffn_dim": 81} for name in ("opt", "opt-post-norm-projected")}
 BATCH_SIZES = (1, 8)
 
 
@@ -52,10 +52,14 @@ SPARSE_CASES = [("llama-24-heads-8-groups", name) for name in SPARSE] + [
 ]
 
 
-def sparse_runs(dp_size: int) -> list[tuple[str, str, int]]:
-    """(model, method, batch size): one at a time, so that calls can be compared in order. Replicas do not change what a
-    method does, so there the predictor alone is run; it is also run together."""
-    single = [(kind, name, 1) for kind, name in SPARSE_CASES if dp_size == 1 or name == "predictor"]
+def sparse_runs(tp_size: int, pp_size: int, dp_size: int) -> list[tuple[str, str, int]]:
+    """(model, method, batch size): one at a time, so that calls can be compared in order; the predictor together, too.
+    Every method on two ranks of a layer; on other cuts those whose choices depend on more than scores, and on replicas,
+    which do not change what a method does, the predictor alone."""
+    names = {"predictor"} | ({"oracle", "predictor-lookahead"} if dp_size == 1 else set())
+    if (tp_size, pp_size, dp_size) == (2, 1, 1):
+        names = set(SPARSE)
+    single = [(kind, name, 1) for kind, name in SPARSE_CASES if name in names]
     return single + [(kind, name, 8) for kind, name in SPARSE_CASES if name == "predictor"]
 
 
@@ -155,7 +159,7 @@ def run_all(folder: Path) -> dict[str, Any]:
                     answers = run_dense(model, mesh, batch_size)
                     found[f"dense {kind} tp{tp_size} pp{pp_size} batch{batch_size}"] = answers
             models: dict[str, Decoder] = {}
-            for kind, name, batch_size in sparse_runs(mesh.dp_size):
+            for kind, name, batch_size in sparse_runs(mesh.tp_size, mesh.pp_size, mesh.dp_size):
                 if kind not in models:
                     models[kind] = load_wide(folder / kind / "model", mesh)
                 model = models[kind]

@@ -129,7 +129,7 @@ def test_sparse_answers_and_active_sets_do_not_depend_on_the_cut(
     size, found = world
     for tp_size, pp_size in MESHES[size]:
         dp_size = size // (tp_size * pp_size)
-        for kind, name, batch_size in sparse_runs(dp_size):
+        for kind, name, batch_size in sparse_runs(tp_size, pp_size, dp_size):
             case = f"{name} {kind} tp{tp_size} pp{pp_size} batch{batch_size}"
             answers, ranks = found[case]
             theirs, (whole,) = expected(f"{name} {kind} batch{batch_size}")
