@@ -28,16 +28,17 @@ from pipeline_parallel.engine import generate_on_mesh
 from pipeline_parallel.launch import current_launch
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark import engine
-from scripts.benchmark.achieved import (
+from scripts.benchmark.decode_steps import (
     REPORTED,
     SHALLOW,
     SHALLOW_HALF,
     SHALLOW_LAYERS,
     DecodingCheck,
     Limits,
+    bare_step_ms,
+    forced_likelihood,
     step_bytes,
 )
-from scripts.benchmark.decode_steps import bare_step_ms, forced_likelihood
 from scripts.benchmark.engine import NUM_CHECKED, Speeds, bytes_of_weights, echoed, measure, release
 from scripts.benchmark.hugging_face import (
     echoed_by_hugging_face,

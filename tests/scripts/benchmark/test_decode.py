@@ -19,7 +19,8 @@ from modules.scoring import windows_likelihood
 from modules.sparsity import ActiveSet, SelectionContext
 from modules.thinned_input import ThinnedInput
 from scripts.benchmark import hugging_face, random_models
-from scripts.benchmark.achieved import (
+from scripts.benchmark.decode import Options
+from scripts.benchmark.decode_steps import (
     DecodingCheck,
     Limits,
     Shares,
@@ -28,7 +29,6 @@ from scripts.benchmark.achieved import (
     predictor_parameters,
     step_bytes,
 )
-from scripts.benchmark.decode import Options
 from scripts.benchmark.engine import bytes_of_weights
 from scripts.benchmark.random_models import HF_CONFIGS, Sizes, attach_random
 from sparse_predictor.budgets import predictors_id
@@ -187,7 +187,7 @@ def test_decoding_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp
         found = real(*arguments)
         return replace(found, logprobs=[[value + 0.01 for value in row] for row in found.logprobs])
 
-    monkeypatch.setattr("scripts.benchmark.achieved.measure_achieved", spoiled)
+    monkeypatch.setattr("scripts.benchmark.decode_steps.measure_achieved", spoiled)
     with pytest.raises(ValueError, match="decoding and a masked prefill: log-probabilities of the same tokens differ"):
         decode(tmp_path)
     assert not (tmp_path / "decode.jsonl").exists()
@@ -205,7 +205,7 @@ def test_a_sparse_random_model_is_checked_in_float32_and_in_what_is_timed(
         spoilt = offsets[len(looked_at) - 1]
         return replace(found, logprobs=[[value + spoilt for value in row] for row in found.logprobs])
 
-    monkeypatch.setattr("scripts.benchmark.achieved.measure_achieved", spoiled)
+    monkeypatch.setattr("scripts.benchmark.decode_steps.measure_achieved", spoiled)
     with pytest.raises(ValueError, match=rf"differ by .* \(allowed {allowed}\)"):
         decode(tmp_path, method="predictor", dtype="bfloat16")
     assert looked_at == [(torch.float32, 2), (torch.bfloat16, 2)][: len(offsets)]
