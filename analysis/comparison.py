@@ -11,9 +11,9 @@ from statistics import mean, median
 from typing import Any, Literal
 
 from analysis.formatting import format_span
-from analysis.method_styles import method_rank
 from analysis.results import Record, grouped
 from data.files import read_json
+from sparse_predictor.methods.registry import method_names
 
 QUALITY_NAMES = ("perplexity", "accuracy")
 # Labels that tables show or group by; any other one that differs is named beside the method.
@@ -190,6 +190,11 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
 def group_by_task(rows: Iterable[Comparison]) -> dict[tuple[str, str, str], list[Comparison]]:
     """Rows by (model, task, metric), in order."""
     return grouped(rows, lambda row: (row.model, row.task, row.metric))
+
+
+def method_rank(method: str) -> int:
+    """Its place in tables and plots; what is not known comes last."""
+    return method_names().index(method) if method in method_names() else len(method_names())
 
 
 def setting_order(row: Comparison) -> tuple[Any, ...]:

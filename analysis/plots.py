@@ -15,12 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from analysis.accuracy import AccuracyComparison, AccuracyRow
-from analysis.comparison import Comparison
+from analysis.comparison import Comparison, method_rank
 from analysis.formatting import format_number
 from analysis.intervals import Estimate
-from analysis.method_styles import METHOD_STYLES, SPARE_STYLES, THIN_ATTENTION, method_rank
 from analysis.results import grouped
+from sparse_predictor.methods.registry import all_methods, thins_attention
 
+# Method -> colour and marker. Colours begin with Okabe and Ito's, which stay apart for colour-blind readers.
+METHOD_STYLES = {"dense": ("#000000", "o")}
+METHOD_STYLES |= {name: (method.colour, method.marker) for name, method in all_methods().items()}
+SPARE_STYLES = (("#40B0A6", ">"), ("#994F00", "<"), ("#B8B800", "p"))
+# Their MLP density is that of attention's inputs, too, so it needs no naming.
+THIN_ATTENTION = tuple(name for name in all_methods() if thins_attention(name))
 DASHES = ("-", "--", ":", "-.")
 NEARLY_ALL = 0.9995  # printed as 100 %
 BLOCK_NAMES = {"mlp": "MLP neurons", "attention": "attention heads"}

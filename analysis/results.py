@@ -25,8 +25,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from analysis.method_styles import RENAMED_METHODS
 from data.files import convert_json, disk_errors
+from sparse_predictor.methods.registry import all_methods
 
 Record = dict[str, Any]
 Label = str | int | float | bool | None
@@ -34,6 +34,9 @@ Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
 REQUIRED_KEYS = ("name", "labels", "metric", "value", "unit", "environment")
+# Older records have older names of methods.
+RENAMED_METHODS = {method.formerly[0]: name for name, method in all_methods().items() if method.formerly is not None}
+
 # They stand in cells and file names; a table or a plot of a million characters takes minutes to lay out.
 MAX_CHARACTERS = 500
 Short = Annotated[str, Meta(max_length=MAX_CHARACTERS)]

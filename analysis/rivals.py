@@ -14,12 +14,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from analysis.comparison import Comparison, compare, group_by_task
+from analysis.comparison import Comparison, compare, group_by_task, method_rank
 from analysis.formatting import EMPTY_CELL, Column, Table, format_number, format_ratio, make_table
-from analysis.method_styles import NOT_RIVALS, RIVALS, method_rank
 from analysis.results import Record, grouped
+from sparse_predictor.methods.registry import all_methods
 
 EQUAL_BYTES = "equal_bytes"
+# Methods that a user could take instead of a predictor, and that are about MLPs alone, as it is.
+RIVALS = tuple(
+    name for name, method in all_methods().items() if method.role == "published" and method.blocks == ("mlp",)
+)
+# Oracle knows the outputs that it saves, and random knows nothing: bounds, not methods. Dense reads everything.
+NOT_RIVALS = ("dense", *(name for name, method in all_methods().items() if method.role == "bound"))
 SHOWN_BYTES = (0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
 SAME_TEXT = ("dtype", "num_tokens", "window", "stride")
 LEAST_ROWS = 3  # of fewer, the plot and `findings` say all that there is

@@ -18,6 +18,7 @@ from analysis.comparison import (
     latest_records,
     made_from,
     merge_calls,
+    method_rank,
     shared_settings,
 )
 from analysis.formatting import (
@@ -32,7 +33,6 @@ from analysis.formatting import (
     format_share,
     make_table,
 )
-from analysis.method_styles import method_rank
 from analysis.results import Record, grouped
 
 DECODE, KERNEL, COMMUNICATION = "one_gpu_decode", "kernel", "communication"

@@ -35,9 +35,8 @@ from analysis.formatting import (
     format_span,
     make_table,
 )
-from analysis.method_styles import RIVALS
 from analysis.results import Record, grouped
-from analysis.rivals import EQUAL_BYTES, equal_bytes_tables
+from analysis.rivals import EQUAL_BYTES, RIVALS, equal_bytes_tables
 from analysis.speed_tables import (
     COMMUNICATION,
     DECODE,
