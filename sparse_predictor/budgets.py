@@ -3,7 +3,8 @@
     {"mlp": [one density per layer], "attention": [...],                 either or both
      "matrices": {"gate_proj": [one density per layer], ...},             optional: where inputs are thinned out
      "method": "predictor", "predictors": "0123456789ab", "thresholds": [one per layer],   all three or none
-     "measured": {...}}                                                   optional: how it came to be
+     "measured": {...},                                                   optional: how it came to be
+     "format_version": 1}                                                 missing from what is written by hand
 
 `thresholds` are those of the MLPs' selectors (null: everything is active), or {"gate_proj": [one per layer], ...} of
 the matrices whose inputs are thinned out, set in a run with these densities. They belong to one method and one
@@ -33,6 +34,7 @@ EXPECTED = '{"mlp": [one density per layer], "attention": [...]}, either or both
 Thresholds = list[float] | dict[str, list[float]]
 THRESHOLD_KEYS = ("method", "predictors", "thresholds")
 MAX_LAYERS = 2**12
+FORMAT_VERSION = 1
 Densities = Annotated[list[Density], Meta(min_length=1, max_length=MAX_LAYERS)]
 FileThresholds = Annotated[list[float | None], Meta(max_length=MAX_LAYERS)]
 
@@ -78,6 +80,7 @@ class DensityBudget:
     def write(self, path: Path) -> None:
         """As JSON, atomically."""
         values: dict[str, Any] = {str(block): found for block, found in self.densities.items()}
+        values["format_version"] = FORMAT_VERSION
         if self.matrices is not None:
             values["matrices"] = self.matrices
         if self.thresholds is not None:
@@ -113,6 +116,7 @@ class _BudgetFile(msgspec.Struct, forbid_unknown_fields=True):
     predictors: str | None = None
     thresholds: FileThresholds | dict[str, FileThresholds] | None = None
     measured: dict[str, Any] = {}
+    format_version: int = FORMAT_VERSION
 
 
 def read_budget(path: Path) -> DensityBudget:
@@ -123,6 +127,8 @@ def read_budget(path: Path) -> DensityBudget:
         found = read_json(path, _BudgetFile)
     except ValueError as problem:
         raise ValueError(f"{problem}; expected {EXPECTED}; make it again with scripts.budget") from problem
+    if found.format_version != FORMAT_VERSION:
+        raise ValueError(f"{path}: format version {found.format_version}, this code reads {FORMAT_VERSION}")
     densities: dict[Block, list[float]] = {
         block: values for block in BLOCKS if (values := getattr(found, block)) is not None
     }

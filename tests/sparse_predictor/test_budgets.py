@@ -48,6 +48,7 @@ def test_a_budget_reads_as_it_was_written(tmp_path: Path) -> None:
         ({"mlp": None}, "expected"),
         ({"speed": 1}, "expected"),
         ({"measured": [1]}, "`measured`: expected `object`, got `array`"),
+        ({"format_version": 2}, "format version 2, this code reads 1"),
         ({"method": "cats"}, "method, predictors, thresholds together, found only method"),
         ({"method": "cats", "predictors": "ab", "thresholds": [0.5, "a", 0.5]}, r"`thresholds\[1\]`: expected `float"),
         ({"method": 1, "predictors": "ab", "thresholds": [0.5, 0.5, 0.5]}, "`method`: expected `str"),
