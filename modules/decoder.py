@@ -116,8 +116,6 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        if any(layer.attention.window is not None for layer in config.layers):
-            raise ValueError("config: attention with a sliding window is not supported")
         self.config = config
         self.embeddings = Embeddings(config)
         self.first_norm = Norm(config) if config.pre_norm else None

@@ -25,6 +25,6 @@ def test_windows_of_single_layers_are_refused() -> None:
         from_hf_config(MISTRAL | {"layer_types": ["full_attention"] * 3})
 
 
-@pytest.mark.parametrize("window", [None])
+@pytest.mark.parametrize("window", [1, 7, 40, None])
 def test_mistral_computes_what_hugging_face_does(window: int | None) -> None:
     assert_parity(MISTRAL | {"sliding_window": window})

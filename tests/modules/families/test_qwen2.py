@@ -11,7 +11,14 @@ from tests.modules.tiny_kinds import LLAMA
 QWEN2 = LLAMA | {"model_type": "qwen2", "rope_theta": 1e6}
 
 
-@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ],
+)
 def test_qwen2_computes_what_hugging_face_does(change: dict[str, Any]) -> None:
     assert_parity(QWEN2 | change)
 
