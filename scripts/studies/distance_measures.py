@@ -33,7 +33,6 @@ from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
 
 Study = Literal["lookahead", "rank", "calibration_tokens"]
-STUDIES: tuple[Study, ...] = ("lookahead", "rank", "calibration_tokens")
 STUDY_DISTANCE = 4  # look-ahead at which rank and amount of text are varied, beside 0
 RANK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the rank that a predictor has by itself
 TEXT_SHARES = (0.125, 0.25, 0.5, 1.0)  # of the calibration text
@@ -118,7 +117,6 @@ def make_plan(
     lookaheads: Sequence[int],
     study_lookaheads: Sequence[int] | None,
     perplexity_lookaheads: Sequence[int],
-    perplexity_studies: Collection[Study],
     ranks: Sequence[int] | None,
     amounts: Sequence[int],
     layers: Sequence[int],
@@ -150,7 +148,7 @@ def make_plan(
     attached = {
         one
         for study, setting in points
-        if study in perplexity_studies and setting.lookahead in perplexity_lookaheads
+        if study == "lookahead" and setting.lookahead in perplexity_lookaheads
         for one in (setting, setting.without_distance)
     }
     return BlockPlan(
@@ -168,10 +166,9 @@ def check_choices(
     config: ModelConfig,
     lookaheads: Sequence[int],
     chosen: Mapping[str, Sequence[int]],
-    studies: Sequence[str],
     layers: Sequence[int],
 ) -> None:
-    """ValueError unless the look-aheads hold 0 and what is `chosen` among them, and studies and layers exist."""
+    """ValueError unless the look-aheads hold 0 and what is `chosen` among them, and the layers exist."""
     if 0 not in lookaheads or min(lookaheads) < 0:
         raise ValueError(
             f"lookaheads {list(lookaheads)}: must hold 0, which the others are compared with, and none below it"
@@ -179,8 +176,6 @@ def check_choices(
     for name, values in chosen.items():
         if not set(values) <= set(lookaheads):
             raise ValueError(f"{name} {list(values)}: must be among the lookaheads {list(lookaheads)}")
-    if unknown := set(studies) - set(STUDIES):
-        raise ValueError(f"perplexity_studies {sorted(unknown)}: choose from {', '.join(STUDIES)}")
     if not layers or not 0 <= min(layers) <= max(layers) < config.num_hidden_layers:
         raise ValueError(f"layers {list(layers)}: must be some of 0 to {config.num_hidden_layers - 1}")
 

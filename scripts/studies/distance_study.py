@@ -35,7 +35,6 @@ from scripts.studies.distance_measures import (
     BlockMeasures,
     BlockPlan,
     Setting,
-    Study,
     amounts_of_text,
     attached_losses,
     check_choices,
@@ -63,7 +62,6 @@ def distance_study(
     head_density: float = 0.5,
     layers: Sequence[int] | None = None,
     perplexity_lookaheads: Sequence[int] = (),
-    perplexity_studies: Sequence[Study] = ("lookahead",),
     perplexity_windows: int | None = None,
     seed: int = 0,
     on_step: Callable[[int, int], object] | None = None,
@@ -81,8 +79,9 @@ def distance_study(
     `study_lookaheads`: where rank and amount of text are varied (None: 0 and the largest up to 4). `ranks` (None: a
     quarter to four times the automatic one; cut to what a map can have) and `calibration_tokens` (None: an eighth to
     all; whole windows) have the automatic rank and all text as the other value. `layers`: where recall is measured
-    (None: all; see `spread_layers`). Perplexity is measured at `perplexity_lookaheads` in `perplexity_studies`, on the
-    first `perplexity_windows` test windows, one kind of block sparse at a time; it needs predictors of all layers.
+    (None: all; see `spread_layers`). Perplexity is measured at `perplexity_lookaheads` with the automatic rank and all
+    text, on the first `perplexity_windows` test windows, one kind of block sparse at a time; it needs predictors of all
+    layers.
     Look-aheads that no measured layer has are left out. `on_step` hears (steps done, steps in all).
 
     Of both texts the inputs of as many layers as the largest look-ahead are kept on the device, in the model's type.
@@ -94,7 +93,7 @@ def distance_study(
         raise ValueError("the distance study needs the whole model on one device; run it without tp and pp")
     layers = list(range(config.num_hidden_layers)) if layers is None else list(layers)
     chosen = {"study_lookaheads": study_lookaheads or (), "perplexity_lookaheads": perplexity_lookaheads}
-    check_choices(config, lookaheads, chosen, perplexity_studies, layers)
+    check_choices(config, lookaheads, chosen, layers)
     amounts = amounts_of_text(calibration_tokens, *calibration.shape)
     densities: dict[Block, float] = {"attention": head_density, "mlp": mlp_density}
     plans = [
@@ -105,7 +104,6 @@ def distance_study(
             lookaheads=lookaheads,
             study_lookaheads=study_lookaheads,
             perplexity_lookaheads=perplexity_lookaheads,
-            perplexity_studies=perplexity_studies,
             ranks=ranks,
             amounts=amounts,
             layers=layers,

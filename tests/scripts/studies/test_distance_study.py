@@ -187,14 +187,12 @@ def test_perplexity_is_measured_where_asked_and_the_model_left_dense() -> None:
         model,
         **OPTIONS,
         perplexity_lookaheads=(2,),
-        perplexity_studies=("lookahead", "rank"),
         on_step=lambda done, total: steps.append((done, total)),
     )
     measured = {(p.study, p.block, p.lookahead, p.predictor_rank) for p in points if p.perplexity is not None}
     # With a point, whatever has the same setting: what it is compared with, and where studies meet.
     assert {(study, lookahead, rank) for study, block, lookahead, rank in measured if block == "mlp"} == {
         *(("lookahead", lookahead, 8) for lookahead in (0, 2)),
-        *(("rank", lookahead, rank) for lookahead in (0, 2) for rank in (1, 5)),
         *(("calibration_tokens", lookahead, 8) for lookahead in (0, 2)),
     }
     assert [done for done, _ in steps] == list(range(1, len(steps) + 1)) and steps[-1][0] == steps[-1][1]
@@ -239,7 +237,6 @@ def test_activations_that_are_not_finite_are_refused() -> None:
         ({"lookaheads": (0, -1)}, r"must hold 0.*none below it"),
         ({"study_lookaheads": (0, 3)}, r"study_lookaheads \[0, 3\]: must be among the lookaheads \[0, 1, 2\]"),
         ({"perplexity_lookaheads": (5,)}, r"perplexity_lookaheads \[5\]: must be among"),
-        ({"perplexity_studies": ("layers",)}, r"perplexity_studies \['layers'\]: choose from lookahead, rank"),
         ({"layers": []}, r"layers \[\]: must be some of 0 to 2"),
         ({"layers": [3]}, r"layers \[3\]: must be some of 0 to 2"),
         ({"ranks": (0, 4)}, r"ranks \[0, 4\]: must be at least 1"),
