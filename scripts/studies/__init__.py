@@ -1,1 +1,1 @@
-"""Studies: experiments that use the stages and may be read or deleted without touching them."""
+"""Studies: drift of embeddings, ablation, ReLU-fication, with what only they use. Nothing else imports them."""
