@@ -176,7 +176,7 @@ if triton is not None:
 
 
 def memory_for_rows(states: DeferredNorm, num_outputs: int, tuning: Tuning) -> Tensor | None:
-    """[rows, D] where `keep_rows` is needed: several rows do not fit the registers of a program that stays."""
+    """[rows, D] for several rows, which do not fit the registers of a program that stays."""
     if states.partial.shape[0] == 1 or -(-num_outputs // tuning.tile) <= tuning.num_programs:
         return None
     return torch.empty(states.partial.shape, dtype=states.dtype, device=states.partial.device)

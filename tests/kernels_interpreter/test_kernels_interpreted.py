@@ -81,7 +81,7 @@ def test_add_norm_adds_further_parts_and_puts_the_result_where_it_should(dtype: 
 
 
 def test_add_norm_keeps_rows_apart() -> None:
-    junction.assert_nan_stays_in_its_row()
+    junction.test_nan_stays_in_its_row("cpu")
     junction.assert_rows_are_independent(48)
 
 
@@ -96,8 +96,8 @@ def test_choose_groups_reads_in_tiles_what_registers_do_not_hold(monkeypatch: py
 
 
 def test_choose_groups_norms_states_and_bears_nan() -> None:
-    groups.assert_deferred_states_are_normed_and_not_written("cpu")
-    groups.assert_nan_takes_no_more_than_its_share("cpu")
+    groups.test_deferred_states_are_normed_and_not_written("cpu")
+    groups.test_nan_takes_no_more_than_its_share("cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,7 +119,7 @@ def test_any_number_of_splits_covers_any_length(num_splits: int, length: int) ->
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_early_choices_are_made(dtype: torch.dtype) -> None:
-    early.assert_choices_hold(dtype)
+    early.test_choices_are_made(dtype, "cpu")
 
 
 @pytest.mark.parametrize("vocab_size", greedy.VOCAB_SIZES)
@@ -137,7 +137,7 @@ def test_norm_linear_follows_the_equation(place: int, case: linear.Case) -> None
 
 
 def test_norm_linear_takes_plain_states_as_they_are() -> None:
-    linear.assert_plain_states_are_taken_as_they_are()
+    linear.test_plain_states_are_taken_as_they_are("cpu")
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -188,7 +188,7 @@ def test_select_units_norms_states_first(rows: int, tuning: Any) -> None:
 
 
 def test_select_units_has_a_fixed_order_on_demand() -> None:
-    units.assert_order_is_fixed_on_demand("cpu")
+    units.test_order_is_fixed_on_demand("cpu")
 
 
 @pytest.mark.parametrize("case", mlp.SMALL_CASES)
@@ -217,7 +217,7 @@ def test_thinned_rows_follow_the_equation(place: int, case: Any) -> None:
 
 
 def test_thinned_rows_draw_borders_as_by_comparison() -> None:
-    thinned.assert_borders_are_drawn_as_by_comparison("cpu")
+    thinned.test_borders_are_drawn_as_by_comparison("cpu")
 
 
 def test_parts_of_thinned_rows_add_up_alike() -> None:

@@ -89,7 +89,8 @@ def assert_further_parts_are_added(dtype: torch.dtype, device: str = "cpu", *, t
         assert around[[0, 1, 7, 8]].isnan().all() and not around[2:7].isnan().any()
 
 
-def assert_nan_stays_in_its_row(device: str = "cpu") -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_stays_in_its_row(device: str) -> None:
     inputs = junction_inputs((3, 576), torch.float32, device=device)
     clean = run_poisoned(inputs, kind="layer", out_dtype=torch.float32)
     inputs["partial"][1, 5] = NAN
@@ -130,11 +131,6 @@ def test_equation_holds_with_any_options(device: str, dtype: torch.dtype, kind: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_further_parts_are_added_and_the_result_goes_where_it_should(device: str, dtype: torch.dtype) -> None:
     assert_further_parts_are_added(dtype, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_nan_stays_in_its_row(device: str) -> None:
-    assert_nan_stays_in_its_row(device)
 
 
 @pytest.mark.cuda

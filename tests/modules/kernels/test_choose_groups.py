@@ -49,7 +49,9 @@ def assert_whole_scores_are_chosen(
         assert torch.equal(active.cpu(), chosen_by_hand(scores, count))
 
 
-def assert_as_many_are_chosen_as_asked_for(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_scores_give_exactly_as_many_groups_as_asked_for(dtype: torch.dtype, device: str) -> None:
     """Of scores that are not whole numbers, whose sums depend on how they are rounded."""
     first, second = torch.randn(32, 64).to(device, dtype), torch.randn(32, 32).to(device, dtype)
     bias = torch.randn(32).to(device, dtype)
@@ -64,7 +66,8 @@ def assert_as_many_are_chosen_as_asked_for(dtype: torch.dtype, device: str) -> N
         assert (least >= most - {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 1.0}[dtype]).all()
 
 
-def assert_deferred_states_are_normed_and_not_written(device: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_deferred_states_are_normed_and_not_written(device: str) -> None:
     states = deferred_states(2, 48, torch.float32, device=device)
     first, second = torch.randn(8, 48).to(device), torch.randn(8, 8).to(device)
     active = choose_groups(states, first, second, torch.zeros(8, device=device), count=3)
@@ -73,7 +76,8 @@ def assert_deferred_states_are_normed_and_not_written(device: str) -> None:
     assert states.new_residual is not None and states.new_residual.isnan().all()
 
 
-def assert_nan_takes_no_more_than_its_share(device: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_takes_no_more_than_its_share(device: str) -> None:
     states = DeferredNorm.plain(torch.full((1, 16), float("nan"), device=device))
     first, second = torch.ones(4, 16, device=device), torch.ones(6, 4, device=device)
     active = choose_groups(states, first, second, torch.zeros(6, device=device), count=2)
@@ -91,22 +95,6 @@ def test_the_largest_scores_are_chosen(device: str, dtype: torch.dtype, case: tu
 @pytest.mark.parametrize("case", [(8, 8, 8, 3072), (1, 32, 32, 4096), (2, 64, 64, 8192)])
 def test_sizes_of_real_models(case: tuple[int, int, int, int]) -> None:
     assert_whole_scores_are_chosen(case, torch.float32, [1, 5], "cuda")
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_scores_give_exactly_as_many_groups_as_asked_for(device: str, dtype: torch.dtype) -> None:
-    assert_as_many_are_chosen_as_asked_for(dtype, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_deferred_states_are_normed_and_not_written(device: str) -> None:
-    assert_deferred_states_are_normed_and_not_written(device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_nan_takes_no_more_than_its_share(device: str) -> None:
-    assert_nan_takes_no_more_than_its_share(device)
 
 
 @pytest.mark.parametrize(

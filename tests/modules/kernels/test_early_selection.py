@@ -9,7 +9,9 @@ from tests.modules.kernels.kernel_checks import DEVICES, DTYPES, NAN
 from tests.modules.kernels.test_decode_attention import SMALL_CASES, attention_inputs
 
 
-def assert_choices_hold(dtype: torch.dtype, device: str = "cpu") -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choices_are_made(dtype: torch.dtype, device: str) -> None:
     """A threshold that only rounding to the type makes equal to a score; NaN; equal scores of groups."""
     threshold = 0.3
     bias = torch.randn(77).to(dtype)
@@ -33,7 +35,9 @@ def assert_choices_hold(dtype: torch.dtype, device: str = "cpu") -> None:
     assert groups.flags[0].tolist() == [True, True, True, False, False, False]
 
 
-def assert_as_many_groups_are_flagged_as_asked_for(dtype: torch.dtype, device: str = "cpu") -> None:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_scores_flag_exactly_as_many_groups_as_asked_for(dtype: torch.dtype, device: str) -> None:
     """Of scores that are not whole numbers, whose sums depend on how they are rounded."""
     second, bias = torch.randn(32, 32).to(device, dtype), torch.randn(32).to(device, dtype)
     inputs = attention_inputs(SMALL_CASES[0], dtype, device=device)
@@ -45,15 +49,3 @@ def assert_as_many_groups_are_flagged_as_asked_for(dtype: torch.dtype, device: s
         scores = second.float() @ choice.inner.float() + bias.float()
         least, most = scores[choice.flags[0]].min(), scores[~choice.flags[0]].max()
         assert least >= most - {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 1.0}[dtype]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_choices_are_made(dtype: torch.dtype, device: str) -> None:
-    assert_choices_hold(dtype, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_any_scores_flag_exactly_as_many_groups_as_asked_for(dtype: torch.dtype, device: str) -> None:
-    assert_as_many_groups_are_flagged_as_asked_for(dtype, device)

@@ -66,7 +66,8 @@ def assert_product_is_right(
         assert_residual_is_written(states)
 
 
-def assert_plain_states_are_taken_as_they_are(device: str = "cpu") -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_plain_states_are_taken_as_they_are(device: str) -> None:
     states, weight = torch.randn(2, 24).to(device), torch.randn(10, 24).to(device)
     outputs = norm_linear(DeferredNorm.plain(states), weight, None, out_dtype=torch.float32)
     torch.testing.assert_close(outputs, states @ weight.T)
@@ -84,11 +85,6 @@ def test_equation_holds(device: str, dtype: torch.dtype, out_dtype: torch.dtype)
 @pytest.mark.parametrize(("num_outputs", "hidden_size"), [(336, 3072), (32003, 4096), (8192, 336), (49152, 576)])
 def test_equation_holds_at_sizes_of_real_models(rows: int, num_outputs: int, hidden_size: int) -> None:
     assert_product_is_right((rows, num_outputs, hidden_size, "rms", None), torch.bfloat16, torch.float32, device="cuda")
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_plain_states_are_taken_as_they_are(device: str) -> None:
-    assert_plain_states_are_taken_as_they_are(device)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def assert_deferred_states_are_normed_first(rows: int, tuning: Tuning | None, de
     torch.testing.assert_close(states.new_residual, total_of(states), rtol=0, atol=0)
 
 
-def assert_order_is_fixed_on_demand(device: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_order_is_fixed_on_demand(device: str) -> None:
     weight = torch.eye(64, device=device)
     states = DeferredNorm.plain((torch.arange(64, device=device)[None] % 3).float())
     with deterministic_algorithms():
@@ -153,11 +154,6 @@ def test_sizes_of_real_models(rows: int, num_units: int, hidden_size: int) -> No
 @pytest.mark.parametrize("rows", [1, 3])
 def test_deferred_states_are_normed_first(device: str, rows: int) -> None:
     assert_deferred_states_are_normed_first(rows, None, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_order_is_fixed_on_demand(device: str) -> None:
-    assert_order_is_fixed_on_demand(device)
 
 
 def assert_same_choice(found: Any, expected: ActiveSet | None) -> None:

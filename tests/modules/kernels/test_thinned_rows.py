@@ -106,7 +106,8 @@ def assert_product_is_right(
             torch.testing.assert_close(values.new_residual, total_of(values), rtol=0, atol=0)
 
 
-def assert_borders_are_drawn_as_by_comparison(device: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_borders_are_drawn_as_by_comparison(device: str) -> None:
     """Entries at the threshold, which is rounded to their type, zeros and what is no number."""
     values = torch.tensor([1.0, -1.0, 0.99609375, 1.0078125, 0.0, -0.0, float("nan"), 0.25]).to(device, torch.bfloat16)
     identity = torch.eye(len(values), dtype=torch.bfloat16, device=device)[None]
@@ -169,11 +170,6 @@ def test_equation_holds_at_sizes_of_real_models(
 ) -> None:
     case = (num_inputs, num_outputs, num_matrices, kind, False, TUNING)
     assert_product_is_right(case, torch.float16, device="cuda", launches=True)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_borders_are_drawn_as_by_comparison(device: str) -> None:
-    assert_borders_are_drawn_as_by_comparison(device)
 
 
 @pytest.mark.cuda
