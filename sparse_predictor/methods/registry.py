@@ -75,7 +75,7 @@ class Method:
         """ValueError for a model that it cannot be used with."""
         if self.needs_gate and not model.config.gated_mlp:
             raise ValueError(f"method {self.name} needs a gated MLP; this model has none")
-        if self.needs_whole_matrices and any(model.mlp(layer).units is not None for layer in model.layers):
+        if self.needs_whole_matrices and any(model.mlp(layer).unit_shard is not None for layer in model.layers):
             raise ValueError(f"method {self.name} needs whole matrices, and does not run with --tp-size above 1")
 
     def num_thresholds(self, config: ModelConfig) -> int:
