@@ -66,7 +66,7 @@ class Statistic:
     """
 
     name: str
-    width: Callable[[ModelConfig], int] = lambda config: NUM_QUANTILES
+    width: Callable[[ModelConfig, int], int] = lambda config, layer: NUM_QUANTILES
     of: tuple[str, ...] = ()
     measure: Measure | None = None
     is_stacked: bool = False
@@ -75,9 +75,9 @@ class Statistic:
         """Those of `of` that a layer has."""
         return [name for name in self.of if name in matrices_of(config)]
 
-    def shape(self, config: ModelConfig) -> tuple[int, ...]:
+    def shape(self, config: ModelConfig, layer: int) -> tuple[int, ...]:
         """Of one layer."""
-        of_one = (self.width(config),)
+        of_one = (self.width(config, layer),)
         return (len(self.projections(config)), *of_one) if self.is_stacked else of_one
 
 

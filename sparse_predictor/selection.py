@@ -133,10 +133,12 @@ def attach_selection(model: Decoder, selection: Selection) -> SparsityStats:
         raise ValueError(
             f"density budget: it has densities of matrices, whose inputs method {method.name} does not thin out"
         )
-    takes_heads = min(densities["attention"]) < 1.0 and "attention" not in method.blocks
-    if takes_heads or (isinstance(method, InputMethod) and selection.head_density < 1.0):
-        raise ValueError(f"method {method.name} does not choose heads; leave --head-density at 1.0")
-    method.check(model)
+    takes_heads = not thins_attention(method.name) and min(densities["attention"]) < 1.0
+    method.check(
+        model.config,
+        chooses_heads=takes_heads or (isinstance(method, InputMethod) and selection.head_density < 1.0),
+        is_cut=any(model.mlp(layer).unit_shard is not None for layer in model.layers),
+    )
     wrong = dict if isinstance(method, UnitMethod) else list
     if isinstance(thresholds, wrong):
         raise ValueError(
@@ -250,6 +252,6 @@ def _calibration(model: Decoder, selection: Selection) -> dict[int, LayerCalibra
         raise ValueError(f"{directory}: no calibration for layers {sorted(missing)}")
     for layer, statistics in calibration.items():
         num_densities = statistics.statistics.get("densities", torch.empty(0)).numel()
-        expected = calibration_shapes(model.config, num_densities)
+        expected = calibration_shapes(model.config, layer, num_densities)
         statistics.check_shapes(expected, f"{directory}: calibration {layer}")
     return calibration

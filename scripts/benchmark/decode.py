@@ -55,6 +55,7 @@ from scripts.model_loading import Dtype, resolve_device
 from scripts.run_records import run_labels, sources_of
 from scripts.train import parse_rank
 from sparse_predictor.cost import achieved
+from sparse_predictor.methods.registry import find_method, needs_files
 from sparse_predictor.predictor import auto_rank, auto_standin_rank
 from sparse_predictor.selection import Selection, attach_selection, remove_sparsity
 
@@ -212,10 +213,8 @@ def check_options(options: Options) -> None:
 
 def check_method(options: Options, config: ModelConfig) -> None:
     """ValueError for a method that does not fit the model, before anything is timed."""
-    if options.method in ("cats", "teal") and options.head_density < 1.0:
-        raise ValueError(f"method {options.method} does not choose heads; leave --head-density at 1.0")
-    if options.method == "cats" and not config.gated_mlp:
-        raise ValueError("method cats needs a gated MLP; this model has none")
+    if options.method != "dense":
+        find_method(options.method).check(config, chooses_heads=options.head_density < 1.0, is_cut=False)
     needed = options.prompt_tokens + options.new_tokens
     if needed > config.max_position_embeddings:
         raise ValueError(f"{needed} tokens do not fit the context of {config.max_position_embeddings}")
@@ -259,7 +258,7 @@ def attach(
     prompts = torch.tensor([request.prompt_token_ids for request in batch], device=model.device)
     attach_random(model, selection_of(options, folder), sizes, prompts, write)
     release()
-    if options.method == "predictor":
+    if needs_files(options.method) and find_method(options.method).files == "predictors":
         labels |= vars(sizes)
     return labels
 

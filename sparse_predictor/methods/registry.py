@@ -71,11 +71,13 @@ class Method:
     trained_densities: Callable[[Path, float], list[float] | None] | None = None
     formerly: tuple[str, str] | None = None
 
-    def check(self, model: Decoder) -> None:
-        """ValueError for a model that it cannot be used with."""
-        if self.needs_gate and not model.config.gated_mlp:
+    def check(self, config: ModelConfig, *, chooses_heads: bool, is_cut: bool) -> None:
+        """ValueError for what it cannot be combined with: a kind of model, chosen heads, tensor parallelism."""
+        if chooses_heads and (isinstance(self, InputMethod) or "attention" not in self.blocks):
+            raise ValueError(f"method {self.name} does not choose heads; leave --head-density at 1.0")
+        if self.needs_gate and not config.gated_mlp:
             raise ValueError(f"method {self.name} needs a gated MLP; this model has none")
-        if self.needs_whole_matrices and any(model.mlp(layer).unit_shard is not None for layer in model.layers):
+        if self.needs_whole_matrices and is_cut:
             raise ValueError(f"method {self.name} needs whole matrices, and does not run with --tp-size above 1")
 
     def num_thresholds(self, config: ModelConfig) -> int:
@@ -207,9 +209,9 @@ def known_statistics() -> set[str]:
     return {"densities", *(statistic.name for statistic in all_statistics())} | thresholds
 
 
-def calibration_shapes(config: ModelConfig, num_densities: int) -> dict[str, tuple[int, ...]]:
-    """Of each of these, its shape."""
-    found = {statistic.name: statistic.shape(config) for statistic in all_statistics()}
+def calibration_shapes(config: ModelConfig, layer: int, num_densities: int) -> dict[str, tuple[int, ...]]:
+    """Of each of these, its shape in a layer."""
+    found = {statistic.name: statistic.shape(config, layer) for statistic in all_statistics()}
     for method in all_methods().values():
         if method.sets_thresholds:
             found[thresholds_name(method.name)] = (method.num_thresholds(config), num_densities)

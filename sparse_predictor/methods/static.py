@@ -13,8 +13,8 @@ from sparse_predictor.methods.registry import Setting, UnitMethod
 
 # Share of training tokens in which a unit is active; counted by `sparse_predictor.train.unit_frequency`.
 FREQUENCIES: dict[Block, Statistic] = {
-    "mlp": Statistic(name="neuron_frequency", width=lambda config: config.intermediate_size),
-    "attention": Statistic(name="group_frequency", width=lambda config: config.num_key_value_heads),
+    "mlp": Statistic(name="neuron_frequency", width=lambda config, layer: config.layers[layer].feed_forward.num_units),
+    "attention": Statistic(name="group_frequency", width=lambda config, layer: config.layers[layer].attention.num_units),
 }
 
 

@@ -27,7 +27,7 @@ def norms(model: Decoder, layer: int, name: str, states: Tensor, output: Tensor)
 WEIGHTED = Statistic(name="weighted_quantiles", of=tuple(PLACES), measure=weighted_size, is_stacked=True)
 NORMS = Statistic(
     name="input_norms",
-    width=lambda config: config.hidden_size,
+    width=lambda config, layer: config.hidden_size,
     of=tuple(name for name in PLACES if name not in OUTPUT_PROJECTIONS),
     measure=norms,
     is_stacked=True,
