@@ -13,8 +13,10 @@ from sparse_predictor.methods.registry import Setting, UnitMethod
 
 # Share of training tokens in which a unit is active; counted by `sparse_predictor.train.unit_frequency`.
 FREQUENCIES: dict[Block, Statistic] = {
-    "mlp": Statistic(name="neuron_frequency", width=lambda config, layer: config.layers[layer].feed_forward.num_units),
-    "attention": Statistic(name="group_frequency", width=lambda config, layer: config.layers[layer].attention.num_units),
+    "mlp": Statistic(name="neuron_frequency", width=lambda config, layer: config.layers[layer].of("mlp").num_units),
+    "attention": Statistic(
+        name="group_frequency", width=lambda config, layer: config.layers[layer].of("attention").num_units
+    ),
 }
 
 
