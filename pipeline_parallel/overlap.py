@@ -6,7 +6,7 @@ junction (all-reduce, add, norm) of the other half runs on a second stream:
     compute:        A0      B0      A1      B1      A2  ...        half-block i of halves A and B
     communication:      +A0     +B0     +A1     +B1     ...        the junction behind it
 
-Causal attention needs no more: half B sees the keys that half A has left, never the other way round. Both junctions
+Causal attention needs no more: half B sees the keys of half A, never the other way round. Both junctions
 can do it, NCCL's and the fused one, of which each half has one with a workspace of its own; rows of the residual stay
 with their owners within a half. On a CPU the same calls are made in the same order, on no stream.
 
@@ -51,23 +51,23 @@ DEFAULT_PROGRAMS = 0
 
 class HalfCache(Cache):
     """What attention of one half takes for the cache. It hands over the keys that attention reads, and writes to the
-    pass's own cache, if there is one; the first half leaves its keys and values of a layer to the second.
+    pass's own cache, if there is one; the first half keeps its keys and values of a layer for the second.
 
     Only in passes that begin at an empty cache, or have none; elsewhere attention reads all from the cache itself.
     """
 
-    def __init__(self, cache: Cache | None, left: dict[int, tuple[Tensor, Tensor]], *, is_first: bool) -> None:
+    def __init__(self, cache: Cache | None, kept: dict[int, tuple[Tensor, Tensor]], *, is_first: bool) -> None:
         # No memory of its own, so nothing of Cache's is made.
-        self._cache, self._left, self._is_first = cache, left, is_first
+        self._cache, self._kept, self._is_first = cache, kept, is_first
 
     def write(self, layer_idx: int, positions: Tensor, keys: Tensor, values: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """As `Cache.write`: keys, values [B, G, T of the half, H] -> what this half sees of them."""
         if self._cache is not None:
             self._cache.write(layer_idx, positions, keys, values, end)
         if self._is_first:
-            self._left[layer_idx] = keys, values
+            self._kept[layer_idx] = keys, values
             return keys, values
-        first_keys, first_values = self._left.pop(layer_idx)
+        first_keys, first_values = self._kept.pop(layer_idx)
         return torch.cat((first_keys, keys), dim=2), torch.cat((first_values, values), dim=2)
 
 
@@ -189,7 +189,7 @@ def split(
     Each has its share of every row's tokens: a row that ends in the first half has only padding in the second.
     """
     tokens = token_ids.shape[1]
-    left: dict[int, tuple[Tensor, Tensor]] = {}
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def part(start: int, stop: int) -> tuple[Tensor, ForwardPass]:
         here = slice(start, stop)
@@ -201,7 +201,7 @@ def split(
                 window: None if mask is None else mask[:, :, here] for window, mask in whole.attention_masks.items()
             }
         else:
-            cache = HalfCache(whole.cache, left, is_first=start == 0)
+            cache = HalfCache(whole.cache, kept, is_first=start == 0)
             for window in whole.attention_masks:
                 is_plain = start == 0 and (window is None or stop <= window.size)
                 masks[window] = None if is_plain else mask_up_to(whole.positions[:1, here], stop, dtype, window)
