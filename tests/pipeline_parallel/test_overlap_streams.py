@@ -117,7 +117,7 @@ def test_flash_attentions_mask_of_the_second_half_is_the_plain_one(monkeypatch: 
     with torch.inference_mode():
         plain = driver(tokens, model.begin(tokens))
         monkeypatch.setattr(
-            overlap, "mask_of_rest", lambda positions, end, dtype: causal_lower_right(positions.shape[1], end)
+            overlap, "mask_up_to", lambda positions, end, *_: causal_lower_right(positions.shape[1], end)
         )
         found = driver(tokens, model.begin(tokens))
     assert plain is not None and found is not None
