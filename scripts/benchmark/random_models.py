@@ -188,7 +188,7 @@ def write_random_files(model: Decoder, selection: Selection, sizes: Sizes) -> No
     predictors = draw_predictors(model, selection, sizes) if method.files == "predictors" else {}
     calibration = {
         layer_idx: LayerCalibration(
-            {known.name: torch.rand(known.shape(config), generator=generator) for known in method.statistics}
+            {known.name: torch.rand(known.shape(config, layer_idx), generator=generator) for known in method.statistics}
         )
         for layer_idx in range(config.num_hidden_layers)
     }

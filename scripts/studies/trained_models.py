@@ -328,7 +328,7 @@ class TrainedStudyOptions:
         return resolve_dtype(self.dtype) or (torch.bfloat16 if is_on_gpu else torch.float32)
 
 
-class _TrainedManifest(msgspec.Struct):
+class _TrainedManifest(Manifest):
     training: dict[str, Any] | None = None
 
 
@@ -372,14 +372,14 @@ def is_trained(folder: Path, identity: Mapping[str, Any]) -> bool:
     if not path.is_file():
         return False
     try:
-        there, sums = read_json(path, _TrainedManifest).training, read_json(path, Manifest).sums
+        manifest = read_json(path, _TrainedManifest)
     except ValueError as error:
         logger.warning(f"{error}: training again")
         return False
-    if there != identity:
-        found = "; ".join(differences(there or {}, identity, "there"))
+    if manifest.training != identity:
+        found = "; ".join(differences(manifest.training or {}, identity, "there"))
         raise ValueError(f"{folder} was trained otherwise ({found}); choose another --output-dir")
-    if changed := changed_files(folder, sums):
+    if changed := changed_files(folder, manifest.sums):
         logger.warning(f"{folder}: {', '.join(changed[:4])} missing or not as written: training again")
     return not changed
 
