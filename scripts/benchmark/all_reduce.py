@@ -97,14 +97,14 @@ class Methods(Protocol):
     def begin(self) -> None:
         """Ours: a new series of calls, whatever was replayed before (a collective call)."""
 
-    def leave(self, method: str, partial: Tensor) -> None:
+    def place(self, method: str, partial: Tensor) -> None:
         """Put this rank's part of the sum, of which no call is under way, where the method reads it."""
 
     def run(
-        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
+        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, is_placed: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(hidden [T, D], new residual [T or the owned rows, D]) of this rank's part of the sum, which may be
-        overwritten (a collective call). `left`: it is where `leave` has put it, too."""
+        overwritten (a collective call). `is_placed`: it is where `place` has put it, too."""
 
     def owned(self, method: str, num_tokens: int) -> slice:
         """Rows of the residual that the method keeps on this rank."""
@@ -132,19 +132,19 @@ class GpuMethods:
     def begin(self) -> None:
         begin(self.workspace)
 
-    def leave(self, method: str, partial: Tensor) -> None:
+    def place(self, method: str, partial: Tensor) -> None:
         if method in FUSED:  # whose calls take turns
             self.workspace.partials[:, : len(partial)] = partial
         elif method not in (PEER, communication.UNFUSED, "nccl"):
             self._symmetric[: len(partial)] = partial
 
     def run(
-        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
+        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, is_placed: bool = False
     ) -> tuple[Tensor, Tensor]:
         num_tokens = len(partial)
         if method in FUSED:
-            own = None if left or method != "one-shot" else partial
-            if not left and own is None:
+            own = None if is_placed or method != "one-shot" else partial
+            if not is_placed and own is None:
                 self.workspace.partial(num_tokens).copy_(partial)
             options: dict[str, Any] = {"kind": "rms", "eps": EPS, "strategy": method, "own": own}
             if method == COPIES:
@@ -155,7 +155,7 @@ class GpuMethods:
             return self._peer(partial, residual, weight, EPS)
         if method not in (communication.UNFUSED, "nccl"):
             memory = self._symmetric[:num_tokens]
-            partial = memory if left else memory.copy_(partial)
+            partial = memory if is_placed else memory.copy_(partial)
         total = communication.reduce_by(method, partial, self.group)
         return fused_add_norm(total, residual, weight, None, None, kind="rms", eps=EPS, out_dtype=self.dtype)
 
@@ -207,7 +207,7 @@ class Bench:
             residual = inputs.residual[methods.owned(name, point.num_tokens)]
             timings[name] = self.time(
                 lambda name=name, residual=residual: methods.run(  # type: ignore[misc]
-                    name, partial, residual, inputs.weight, left=is_left(point)
+                    name, partial, residual, inputs.weight, is_placed=is_placed(point)
                 ),
                 num_calls(point),
             )
@@ -225,9 +225,9 @@ class Bench:
         """ValueError on all ranks if a method does not follow the equation, or ours not alike on all ranks."""
         self.settle()  # torch's own do not say what a rank that is ahead may overwrite
         owned = methods.owned(name, point.num_tokens)
-        if is_left(point):
-            methods.leave(name, partial)
-        hidden, residual = methods.run(name, partial, inputs.residual[owned], inputs.weight, left=is_left(point))
+        if is_placed(point):
+            methods.place(name, partial)
+        hidden, residual = methods.run(name, partial, inputs.residual[owned], inputs.weight, is_placed=is_placed(point))
         errors = (largest_row_error(hidden, expected[0]), largest_row_error(residual, expected[1][owned]))
         kind = "ours" if name in FUSED else "others"
         limits = (MAX_ERROR[kind], MAX_RESIDUAL_ERROR[transport_of(name, methods.transport)])
@@ -260,8 +260,8 @@ def transport_of(method: str, transport: str) -> str:
     return transport if method == "two-shot" else "p2p"
 
 
-def is_left(point: Point) -> bool:
-    """Whether a matrix product leaves the partial sums, which puts them where they are needed."""
+def is_placed(point: Point) -> bool:
+    """Whether a matrix product writes the partial sums where they are needed."""
     return point.num_tokens > MAX_ROWS
 
 

@@ -31,15 +31,15 @@ class OneRank:
     def begin(self) -> None:
         self.turn = 0
 
-    def leave(self, method: str, partial: Tensor) -> None:
+    def place(self, method: str, partial: Tensor) -> None:
         self.partials[:, : len(partial)] = partial
 
     def run(
-        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, left: bool = False
+        self, method: str, partial: Tensor, residual: Tensor, weight: Tensor, *, is_placed: bool = False
     ) -> tuple[Tensor, Tensor]:
         self.calls.append(method)
         num_tokens = len(partial)
-        if not left:
+        if not is_placed:
             self.partials[self.turn, :num_tokens] = partial
         hidden, new_residual = reference_add_norm(
             self.partials[self.read_turn(), :num_tokens],
