@@ -86,7 +86,7 @@ def test_joined_shards_equal_the_store_of_one_process(
 
 
 @pytest.mark.usefixtures("without_fsync")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cut=cuts(), pieces=documents(), data=st.data(), label_format=st.sampled_from(["raw", "packed"]))
 def test_a_killed_collection_reads_up_to_what_all_ranks_have_and_resumes_to_the_same_store(
     make_layout: Layout, make_document: MakeDocument, cut: Cut, pieces: Pieces, data: st.DataObject, label_format: str
