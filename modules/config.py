@@ -94,10 +94,6 @@ class ModelConfig:
         return self._of_all_layers("feed_forward", "activation")
 
     @property
-    def mlp_bias(self) -> bool:
-        return self._of_all_layers("feed_forward", "bias")
-
-    @property
     def num_attention_heads(self) -> int:
         return self._of_all_layers("attention", "num_attention_heads")
 
@@ -106,16 +102,8 @@ class ModelConfig:
         return self._of_all_layers("attention", "num_key_value_heads")
 
     @property
-    def queries_per_group(self) -> int:
-        return self._of_all_layers("attention", "queries_per_group")
-
-    @property
     def head_dim(self) -> int:
         return self._of_all_layers("attention", "head_dim")
-
-    @property
-    def rope(self) -> Rope | None:
-        return self._of_all_layers("attention", "rope")
 
     @property
     def mlp_num_parameters(self) -> int:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from modules.checkpoint.layout import LM_HEAD, OUTPUT_PROJECTIONS
-from modules.checkpoint.load import build_on_meta
+from modules.checkpoint.load import LM_HEAD, build_on_meta
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.normalization import Norm
@@ -84,7 +83,7 @@ def initialised_model(config: ModelConfig, *, seed: int = 0, device: torch.devic
         if kind == "bias" or owner in norms:
             value = torch.full(parameter.shape, float(owner in norms and kind == "weight"))
         else:
-            is_output = owner.rpartition(".")[2] in OUTPUT_PROJECTIONS  # held [in, out]
+            is_output = owner.rpartition(".")[2] in ("o_proj", "down_proj")  # held [in, out]
             inputs = parameter.shape[0] if is_output else parameter.shape[1]
             std = inputs**-0.5 * (output_scale if is_output else 1.0)
             if owner.startswith("embeddings.") and owner != "embeddings.project_in" or name == LM_HEAD:

@@ -52,8 +52,7 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
-    assert config.rope is not None
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_freq_base(hf_config["rope_theta"])
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if tokens is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modules.checkpoint.layout import EMBEDDINGS, HEAD
+from modules.checkpoint.sources import EMBEDDINGS, HEAD
 from modules.config import ModelConfig
 from modules.families.llama import rope_keys
 from modules.families.registry import FAMILIES, from_hf_config
@@ -49,12 +49,11 @@ class GgufFile:
         self.gguf = found
         self.hf_config = self._hf_config()
         self.config = self._parsed()
-        self.hf_config["head_dim"] = self.config.head_dim
-        rotary_dim = self.field(f"{architecture}.rope.dimension_count", self.config.head_dim)
-        if rotary_dim != self.config.head_dim:
-            raise ValueError(
-                f"{self.path}: rotary over {rotary_dim} of {self.config.head_dim} dims of a head is not supported"
-            )
+        self.attention = self.config.layers[0].attention
+        head_dim = self.hf_config["head_dim"] = self.attention.head_dim
+        rotary_dim = self.field(f"{architecture}.rope.dimension_count", head_dim)
+        if rotary_dim != head_dim:
+            raise ValueError(f"{path}: rotary over {rotary_dim} of {head_dim} dims of a head is not supported")
         self._names = self._gguf_names()
         self._check_names()
         if ROPE_FACTORS in self._tensors:
@@ -84,10 +83,10 @@ class GgufFile:
             raise ValueError(f"{self.path}: {name}: GGUF type {kind} cannot be dequantised here: {error}") from error
         weight = torch.from_numpy(np.array(values, dtype=np.float32))  # a copy: the file is mapped read-only
         heads = {
-            "self_attn.q_proj.weight": self.config.num_attention_heads,
-            "self_attn.k_proj.weight": self.config.num_key_value_heads,
+            "self_attn.q_proj.weight": self.attention.num_attention_heads,
+            "self_attn.k_proj.weight": self.attention.num_key_value_heads,
         }.get(key)
-        if not self.gguf.interleaved or heads is None or weight.shape[0] != heads * self.config.head_dim:
+        if not self.gguf.interleaved or heads is None or weight.shape[0] != heads * self.attention.head_dim:
             return weight  # a wrong shape is reported by whoever asked
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
@@ -165,7 +164,7 @@ class GgufFile:
     def _scaled_rope(self) -> Rope:
         """With the scaling of Llama 3.1 behind the file's divisors of the rotary frequencies."""
         factors = torch.from_numpy(np.array(self._tensors[ROPE_FACTORS].data, dtype=np.float32))
-        head_dim, rope = self.config.layers[0].attention.head_dim, self.config.layers[0].attention.rope
+        head_dim, rope = self.attention.head_dim, self.attention.rope
         assert rope is not None
         scaled = replace(rope, scaling=RopeScaling(kind="llama3", factor=float(factors.max())))
         implied = rotary_frequencies(rope, head_dim) / rotary_frequencies(scaled, head_dim)

@@ -13,16 +13,19 @@ random weights: whatever is missing, extra, misshapen or not finite is an error 
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from data.files import read_json
-from modules.checkpoint.layout import EMBEDDINGS, LM_HEAD, TOKENS, expected_shapes, parts, tensor_locations
 from modules.checkpoint.manifest import MANIFEST_FILE, interrupted, read_manifest
 from modules.checkpoint.sources import (
     CONFIG_FILE,
+    EMBEDDINGS,
+    HEAD,
     Shapes,
     TensorSource,
     check_finite,
@@ -33,11 +36,23 @@ from modules.checkpoint.sources import (
 )
 from modules.config import ModelConfig
 from modules.decoder import Decoder
-from modules.families.registry import from_hf_config
+from modules.families.family import Rename, Transpose
+from modules.families.registry import FAMILIES, from_hf_config
 from modules.shards import own_tensor, set_parameter, take_part
 
+# The parameters that a tied head makes one.
+TOKENS, LM_HEAD = "embeddings.tokens.weight", "lm_head.weight"
 Device = torch.device | str
 Prepare = Callable[[Decoder], None]
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """A tensor on disk: its part (one file per part), its key there, and whether the decoder holds the transpose."""
+
+    part: str
+    key: str
+    transposed: bool = False
 
 
 def load_config(source_dir: str | Path) -> ModelConfig:
@@ -90,9 +105,63 @@ def build_on_meta(config: ModelConfig, prepare: Prepare | None = None) -> Decode
     return model
 
 
+def parts(config: ModelConfig) -> list[str]:
+    """The parts of a checkpoint in reading order: embeddings, one per layer, head."""
+    return [EMBEDDINGS, *(str(layer_idx) for layer_idx in range(config.num_hidden_layers)), HEAD]
+
+
+def tensor_locations(model: nn.Module, config: ModelConfig) -> dict[str, TensorLocation]:
+    """Where each parameter of a decoder is found, keyed by its name in `named_parameters` (a tied head included)."""
+    modules = _module_locations(config)
+    located = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module, kind = name.rsplit(".", 1)
+        if module.startswith("half_blocks.") and module.count(".") == 1:  # HalfBlock.bias
+            projection = "o_proj" if int(module.split(".")[1]) % 2 == 0 else "down_proj"
+            owner = modules[f"{module}.block.{projection}"]
+        else:
+            owner = modules[module]
+        transposed = owner.transposed and kind == "weight"
+        located[name] = TensorLocation(owner.part, f"{owner.key}.{kind}", transposed)
+    return located
+
+
+def _module_locations(config: ModelConfig) -> dict[str, TensorLocation]:
+    """Every module that may hold parameters -> part, name without `.weight`, whether its weight is turned."""
+    family = FAMILIES[config.model_type]
+
+    def located_in(part: str, prefix: str, rules: tuple[Rename, ...]) -> dict[str, TensorLocation]:
+        return {prefix + rule.module: TensorLocation(part, rule.key, isinstance(rule, Transpose)) for rule in rules}
+
+    located = located_in(EMBEDDINGS, "", family.embeddings) | located_in(HEAD, "", family.head)
+    for layer_idx in range(config.num_hidden_layers):
+        part = str(layer_idx)
+        attention, mlp = f"half_blocks.{2 * layer_idx}", f"half_blocks.{2 * layer_idx + 1}"
+        located |= located_in(part, f"{attention}.block.", family.attention)
+        located |= located_in(part, f"{mlp}.block.", family.feed_forward)
+        if config.pre_norm:
+            # A half-block owns the norm that follows it, which is the next one's: see Decoder.
+            before = "first_norm" if layer_idx == 0 else f"half_blocks.{2 * layer_idx - 1}.norm"
+            located[before] = TensorLocation(part, family.attention_norm)
+            located[f"{attention}.norm"] = TensorLocation(part, family.feed_forward_norm)
+        else:
+            located[f"{attention}.norm"] = TensorLocation(part, family.attention_norm)
+            located[f"{mlp}.norm"] = TensorLocation(part, family.feed_forward_norm)
+    if config.pre_norm:
+        last = f"half_blocks.{2 * config.num_hidden_layers - 1}.norm"
+        located[last] = TensorLocation(HEAD, family.final_norm)
+    return located
+
+
 def checkpoint_shapes(config: ModelConfig) -> Shapes:
-    """part -> key -> shape of every tensor that a checkpoint of this configuration holds."""
-    return expected_shapes(build_on_meta(config), config)
+    """part -> key -> shape on disk of every tensor that a checkpoint of this configuration must hold, and no other."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {part: {} for part in parts(config)}
+    model = build_on_meta(config)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, location in tensor_locations(model, config).items():
+        shape = tuple(parameters[name].shape)
+        shapes[location.part][location.key] = shape[::-1] if location.transposed else shape
+    return shapes
 
 
 def load_model(

@@ -1,6 +1,6 @@
 """Reading tensors from files, one part at a time: a converted folder, or a Hugging Face folder as it is.
 
-A part is the embeddings, one layer, or the head: see `layout`. Files are memory-mapped, so that whoever
+A part is the embeddings, one layer, or the head. Files are memory-mapped, so that whoever
 needs only a slice of a tensor reads only that slice.
 """
 
@@ -19,13 +19,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from data.files import read_json
-from modules.checkpoint.layout import locate_hf_names
 from modules.checkpoint.manifest import MANIFEST_FILE, check_part_file, check_small_files, read_manifest
 from modules.config import ModelConfig
+from modules.families.registry import FAMILIES
 
 CONFIG_FILE = "config.json"
+EMBEDDINGS = "embs"
+HEAD = "lm_head"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLED_BLOCKS, BLOCK_BYTES = 8, 4096  # of each weight file, for the fingerprint
+# Old files carry these; the values follow from the config.
+HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(model\.)?decoder\.version")
 POINTER = b"version https://git-lfs"
 READABLE_DTYPES = (*DTYPES.values(), torch.float64)
 # Preferred first. The names of shards come from the index, so a stray file in the folder is never read.
@@ -199,6 +203,66 @@ class StateDict:
 
     def where(self, part: str, key: str) -> str:
         return f"{self.name}: {self._name_of[part, key]}"
+
+
+def locate_hf_names(
+    hf_names: Mapping[str, str], config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> dict[tuple[str, str], str]:
+    """Match the names of a Hugging Face checkpoint (name -> file, for messages) with (part, key) -> name.
+
+    Raises ValueError naming every tensor that is missing, unknown, or there twice. A tied head may be absent.
+    """
+    found: dict[tuple[str, str], str] = {}
+    unknown = []
+    for name in hf_names:
+        if HARMLESS.fullmatch(name):
+            continue
+        place = _place(name, config, shapes)
+        if place is None:
+            unknown.append(f"{name} ({hf_names[name]})")
+        elif place in found:
+            raise ValueError(f"{name} ({hf_names[name]}) and {found[place]} ({hf_names[found[place]]}) are one tensor")
+        else:
+            found[place] = name
+    if config.tie_word_embeddings and (EMBEDDINGS, "embed_tokens.weight") in found:
+        found.setdefault((HEAD, "lm_head.weight"), found[EMBEDDINGS, "embed_tokens.weight"])
+    missing = [hf_name(part, key, config) for part in shapes for key in shapes[part] if (part, key) not in found]
+    problems = []
+    if missing:
+        problems.append(f"missing {_listed(missing)}")
+    if unknown:
+        problems.append(f"unknown {_listed(unknown)}")
+    if problems:
+        raise ValueError(f"the tensors do not fit the config: {'; '.join(problems)}")
+    return found
+
+
+def _place(
+    name: str, config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+) -> tuple[str, str] | None:
+    for prefix in FAMILIES[config.model_type].prefixes:
+        stem = name.removeprefix(prefix) if name.startswith(prefix) else None
+        if stem is None:
+            continue
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
+        candidates = [(layer[1], layer[2])] if layer else [(EMBEDDINGS, stem), (HEAD, stem)]
+        for part, key in candidates:
+            if key in shapes.get(part, {}):
+                return part, key
+    return None
+
+
+def hf_name(part: str, key: str, config: ModelConfig) -> str:
+    """The full name that Hugging Face's class has for a key of a part."""
+    if key == "lm_head.weight":
+        return key
+    layer = f"layers.{part}." if part not in (EMBEDDINGS, HEAD) else ""
+    return f"{FAMILIES[config.model_type].prefixes[0]}{layer}{key}"
+
+
+def _listed(names: list[str], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def open_source(directory: Path, config: ModelConfig, shapes: Shapes) -> PartFiles | ShardFiles:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from data.files import disk_errors, only_writer, sha256_of, sync_folder, write_json
-from modules.checkpoint.layout import EMBEDDINGS, HEAD, hf_name, parts, tensor_locations
-from modules.checkpoint.load import build_on_meta, checkpoint_shapes, parse_config
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, parse_config, parts, tensor_locations
 from modules.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -32,11 +31,14 @@ from modules.checkpoint.manifest import (
 )
 from modules.checkpoint.sources import (
     CONFIG_FILE,
+    EMBEDDINGS,
+    HEAD,
     StateDict,
     TensorSource,
     check_finite,
     check_part,
     check_tied,
+    hf_name,
     is_converted,
     part_file,
 )

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modules.checkpoint.layout import expected_shapes
-from modules.checkpoint.load import build_on_meta, load_weights
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
 from modules.checkpoint.sources import StateDict
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
@@ -115,7 +114,7 @@ def test_dense_opt_keeps_its_golden_value() -> None:
         weights[name] = value + 1.0 if name.endswith("norm.weight") else value
     config = from_hf_config(OPT)
     model = build_on_meta(config)
-    load_weights(model, StateDict(weights, config, expected_shapes(model, config), "formula"))
+    load_weights(model, StateDict(weights, config, checkpoint_shapes(config), "formula"))
     token_ids = (torch.arange(32) * 37 % 128 + 3)[None]
     with torch.inference_mode():
         logprobs = torch.log_softmax(logits_of(model, token_ids), dim=-1)

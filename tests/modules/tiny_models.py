@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from modules.checkpoint.layout import expected_shapes
-from modules.checkpoint.load import build_on_meta, load_weights
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
 from modules.checkpoint.sources import StateDict
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
@@ -35,7 +34,7 @@ def tiny_decoder(hf_config: dict[str, Any], seed: int = 0, dtype: torch.dtype | 
     config = from_hf_config(hf_config)
     model = build_on_meta(config)
     weights = tiny_hf_model(hf_config, seed).state_dict()
-    load_weights(model, StateDict(weights, config, expected_shapes(model, config), "tiny"), dtype=dtype)
+    load_weights(model, StateDict(weights, config, checkpoint_shapes(config), "tiny"), dtype=dtype)
     return model
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modules.cache import Cache
-from modules.checkpoint.layout import expected_shapes
-from modules.checkpoint.load import build_on_meta, load_weights
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
 from modules.checkpoint.sources import StateDict
 from modules.config import ModelConfig
 from modules.decoder import Decoder
@@ -93,7 +92,7 @@ def cut_model(hf_config: dict[str, Any], tp_size: int, pp_size: int = 1) -> list
     """Every rank's part of one model, in float64, loaded as from a checkpoint."""
     config = from_hf_config(hf_config)
     weights = tiny_hf_model(hf_config).state_dict()
-    source = StateDict(weights, config, expected_shapes(build_on_meta(config), config), "tiny")
+    source = StateDict(weights, config, checkpoint_shapes(config), "tiny")
     ranks = []
     for rank in range(tp_size * pp_size):
         ranks.append(on_meta(config, place(rank, tp_size, pp_size)))

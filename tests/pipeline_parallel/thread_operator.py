@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modules.checkpoint.layout import expected_shapes
-from modules.checkpoint.load import build_on_meta, load_weights
+from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
 from modules.checkpoint.sources import StateDict
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
@@ -107,6 +106,6 @@ def loaded(
 ) -> Decoder:
     config = from_hf_config(hf_config)
     model = build_on_meta(config, lambda whole: parallelise(whole, mesh))
-    source = StateDict(dict(weights), config, expected_shapes(build_on_meta(config), config), "tiny")
+    source = StateDict(dict(weights), config, checkpoint_shapes(config), "tiny")
     load_weights(model, source, dtype=dtype)
     return model

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modules.checkpoint.layout import expected_shapes, parts
-from modules.checkpoint.load import load_config, load_model, random_model
+from modules.checkpoint.load import checkpoint_shapes, load_config, load_model, parts, random_model
 from modules.checkpoint.write import write_checkpoint
 from modules.families.registry import from_hf_config
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
@@ -123,7 +122,7 @@ def test_every_parameter_has_its_own_place_on_disk() -> None:
     for hf_config in KINDS.values():
         config = from_hf_config(hf_config)
         model = random_model(config)
-        shapes = expected_shapes(model, config)
+        shapes = checkpoint_shapes(config)
         assert list(shapes) == parts(config)
         named = dict(model.named_parameters(remove_duplicate=False))
         assert sum(len(keys) for keys in shapes.values()) == len(named)
