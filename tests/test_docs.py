@@ -47,7 +47,7 @@ def test_commands_name_modules_files_and_flags_that_exist(page: Path) -> None:
     for name in re.findall(
         r"\b(?:scripts|modules|analysis|data|sparse_predictor|pipeline_parallel)/[\w./]+\.(?:sh|py|ipynb|jsonl)", text
     ):
-        assert (ROOT / name).is_file(), name
+        assert "NAME" in name or (ROOT / name).is_file(), name
     sources = "".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
     shell = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.sh"))
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)) - NOT_OURS:
@@ -56,7 +56,7 @@ def test_commands_name_modules_files_and_flags_that_exist(page: Path) -> None:
 
 
 def test_the_first_page_is_short_and_every_generated_table_has_a_page() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     marked = [name for page in PAGES for name in re.findall(r"^<!-- table:([\w-]+) -->", page.read_text(), re.M)]
     assert len(marked) == len(set(marked))
     recipe = (ROOT / "scripts" / "recipes" / "readme.sh").read_text()
