@@ -1,4 +1,4 @@
-"""Convert a Llama or OPT checkpoint into the one-file-per-layer layout of `modules/checkpoint/`.
+"""Convert a checkpoint (Llama, OPT, Qwen2, Mistral) into the one-file-per-layer layout of `modules/checkpoint/`.
 
     python convert_llama_checkpoint.py --source HUB_ID_OR_DIR_OR_GGUF --output-dir D [--dtype bfloat16]
 
@@ -49,7 +49,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Convert a Llama or OPT checkpoint into one file per layer."""
+    """Convert a checkpoint (Llama, OPT, Qwen2, Mistral) into one file per layer."""
 
     source: str
     """A Hugging Face hub id, a folder with config.json and safetensors or .bin weights, or a .gguf file."""
@@ -245,7 +245,7 @@ def hub_name(directory: Path) -> str | None:
 
 
 def open_gguf(path: Path) -> Source:
-    """A GGUF file of a Llama, dequantised."""
+    """A GGUF file, dequantised."""
     file = GgufFile(path)
 
     def write_others(target: Path, config: ModelConfig) -> None:

@@ -108,7 +108,7 @@ class PrefillDriver(Protocol):
 
 
 class Decoder(nn.Module):
-    """A Llama-like or OPT-like language model on one device, dense unless selectors are attached.
+    """A decoder-only language model on one device, dense unless selectors are attached.
 
     Under pipeline parallelism it is one stage of it: `half_blocks` keeps its length, those of other stages are empty
     modules, and `span` says which are here. `shards` names the parameters that tensor parallelism has cut.

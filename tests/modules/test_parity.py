@@ -4,16 +4,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
 from modules.checkpoint.sources import StateDict
-from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
+from tests.modules.families.parity import assert_close, assert_parity, logits_of
 from tests.modules.tiny_kinds import KINDS, OPT, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
-TOLERANCE = 1e-4
 GOLDEN_LOSS = 5.66817752253038
 CACHED_KINDS = [
     "llama-9-heads-3-groups",
@@ -22,15 +20,6 @@ CACHED_KINDS = [
     "opt",
     "opt-post-norm-projected",
 ]
-
-
-def logits_of(model: Decoder, token_ids: Tensor, **arguments: object) -> Tensor:
-    return model.logits(model(token_ids, **arguments))  # type: ignore[arg-type]
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert expected.abs().max() > 0.5, "the reference is too small to tell models apart"
-    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,37 +39,8 @@ def test_hub_and_transformers_spellings_give_one_config(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_decoding_with_a_cache_equals_prefill(kind: str) -> None:
-    token_ids = random_tokens(2, 12)
-    model = tiny_decoder(KINDS[kind])
-    with torch.inference_mode():
-        expected = logits_of(model, token_ids)
-        cache = model.new_cache(2, 16)
-        steps = [logits_of(model, token_ids[:, :5], cache=cache)]
-        steps.append(logits_of(model, token_ids[:, 5:8], cache=cache))  # a prompt may come in chunks
-        for idx in range(8, 12):
-            steps.append(logits_of(model, token_ids[:, idx : idx + 1], cache=cache, phase="decode"))
-    assert_close(torch.cat(steps, dim=1), expected)
-
-
-@pytest.mark.parametrize("kind", CACHED_KINDS)
-def test_a_row_of_a_padded_batch_equals_the_row_alone(kind: str) -> None:
-    lengths = [1, 7, 3, 10]
-    num_tokens = torch.tensor(lengths)
-    prompts, following = random_tokens(4, 10), random_tokens(4, 3, seed=2)
-    padded = prompts.masked_fill(torch.arange(10) >= num_tokens[:, None], 2)
-    model, reference = tiny_decoder(KINDS[kind]), tiny_hf_model(KINDS[kind])
-    with torch.inference_mode():
-        cache = model.new_cache(4, 16)
-        prefill = logits_of(model, padded, cache=cache, num_tokens=num_tokens)
-        uncached = logits_of(model, padded, num_tokens=num_tokens)
-        decoded = [logits_of(model, following[:, i : i + 1], cache=cache, phase="decode") for i in range(3)]
-        assert cache.cache_seqlens.tolist() == [length + 3 for length in lengths]
-        for row, length in enumerate(lengths):
-            alone = reference(torch.cat([prompts[row, :length], following[row]])[None]).logits[0]
-            assert_close(prefill[row, :length], alone[:length])
-            assert_close(uncached[row, :length], alone[:length])
-            assert_close(torch.cat(decoded, dim=1)[row], alone[length:])
+def test_cached_and_padded_tokens_compute_what_hugging_face_does(kind: str) -> None:
+    assert_parity(KINDS[kind])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
