@@ -48,7 +48,7 @@ class Attention(nn.Module):
         """[B, T, D] normed -> [B, T, D], the block's part of the residual sum, without bias."""
         if isinstance(hidden_states, DeferredNorm):
             if forward_pass.fused is not None and forward_pass.fused.fuses_attention:
-                return self._fused(hidden_states, forward_pass)
+                return self.step(hidden_states, forward_pass)
             hidden_states = hidden_states.normed()[:, None]
         batch, tokens, _ = hidden_states.shape
         keys = self._rotated(self.k_proj(hidden_states), forward_pass)
@@ -90,7 +90,7 @@ class Attention(nn.Module):
             output = output + active.compensation.view_as(output)
         return output
 
-    def _fused(self, states: DeferredNorm, forward_pass: ForwardPass) -> Tensor:
+    def step(self, states: DeferredNorm, forward_pass: ForwardPass) -> Tensor:
         """A decode step of one row in three kernels; inactive groups skip their queries, attention and output rows."""
         fused, cache = forward_pass.fused, forward_pass.cache
         assert fused is not None and cache is not None
@@ -150,8 +150,11 @@ class Attention(nn.Module):
         return None if self.spec.rope is None else (self.spec.rope, self.head_dim)
 
     def can_fuse(self) -> bool:
-        """Whether a decode step of it runs in kernels: not with more queries per group, nor with thinned inputs."""
-        return self.queries_per_group <= MAX_QUERIES_PER_GROUP and not self.thinned_parts()
+        """Whether a decode step of it runs in kernels: not with too many queries per group, a weight
+        format without kernels or thinned inputs."""
+        parts = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        fits = self.queries_per_group <= MAX_QUERIES_PER_GROUP and all(part.has_kernels for part in parts)
+        return fits and not self.thinned_parts()
 
     def sees_all_of(self, max_seqlen: int) -> bool:
         """Whether a query sees all positions before it in texts of so many: kernels of a step know no window."""

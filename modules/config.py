@@ -12,7 +12,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from modules.specs import Activation, Dense, Grouped, LayerSpec, NumPositions, Positive, Rope, RopeScaling, Size
+from modules.specs import (
+    Activation,
+    Dense,
+    Grouped,
+    LayerSpec,
+    NormPlacement,
+    NumPositions,
+    Positive,
+    Rope,
+    RopeScaling,
+    Size,
+)
 
 NumLayers = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 TokenId = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]  # some files say -1 for none
@@ -37,7 +48,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"]
     norm_eps: Epsilon
     norm_affine: bool = True
-    norm_placement: Literal["pre", "post"] = "pre"  # before a block, or after its residual sum
+    norm_placement: NormPlacement = "pre"
     final_norm: bool = True
     position_embedding_offset: int | None = None
     word_embed_proj_dim: Size

@@ -59,7 +59,10 @@ class Embeddings(nn.Module):
 
 
 class HalfBlock(nn.Module):
-    """Attention or a feed-forward block, and the norm that follows it (None where the model has none there)."""
+    """Attention or a feed-forward block, and the norm that follows it (None where the model has none there).
+
+    What the norm does there is up to the junction (`ModelConfig.norm_placement`).
+    """
 
     def __init__(self, block: Attention | FeedForward, norm: Norm | None, bias_size: int | None) -> None:
         super().__init__()
@@ -350,7 +353,7 @@ class Decoder(nn.Module):
         if forward_pass.fused is not None:
             junction = self._reduce_in_step if self.shards else deferred_add_norm
         return ResidualStream(
-            forward_pass=forward_pass, junction=junction, pre_norm=self.config.pre_norm, dtype=self.compute_dtype
+            forward_pass=forward_pass, junction=junction, placement=self.config.norm_placement, dtype=self.compute_dtype
         )
 
     def _reduce_in_step(
@@ -390,7 +393,7 @@ class Decoder(nn.Module):
         states = stream.read()
         if isinstance(states, Tensor):
             return self.logits(states[:, 0])
-        if self.project_out is None and len(states.partial) == 1 and not self.shards:
+        if self.project_out is None and len(states.partial) == 1 and self.lm_head.has_kernels and not self.shards:
             return norm_linear(states, self.lm_head.kernel_argument(), None, out_dtype=torch.float32)
         return self.logits(states.normed())
 

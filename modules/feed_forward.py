@@ -44,7 +44,7 @@ class FeedForward(nn.Module):
     def forward(self, hidden_states: Tensor | DeferredNorm, forward_pass: ForwardPass) -> Tensor:
         """[B, T, D] normed -> [B, T, D], the block's part of the residual sum, without bias."""
         if isinstance(hidden_states, DeferredNorm):
-            return self._fused(hidden_states, forward_pass)
+            return self.step(hidden_states, forward_pass)
         context = forward_pass.selection_context(
             "mlp", self.layer_idx, hidden_states, lambda: self.intermediate(hidden_states), self.unit_shard
         )
@@ -59,7 +59,7 @@ class FeedForward(nn.Module):
             output = output + active.compensation.view_as(output)
         return output
 
-    def _fused(self, states: DeferredNorm, forward_pass: ForwardPass) -> Tensor:
+    def step(self, states: DeferredNorm, forward_pass: ForwardPass) -> Tensor:
         """A decode step: [B, D] still to be normed -> [B, 1, D]. One kernel, for what is active or for everything."""
         fused = forward_pass.fused
         assert fused is not None
@@ -109,8 +109,11 @@ class FeedForward(nn.Module):
         return output[:, None]
 
     def can_fuse(self) -> bool:
-        """Whether a decode step of it runs in kernels: where inputs are thinned out, by magnitude alone."""
-        return all(part.input_norms is None for part, _ in self.thinned_parts())
+        """Whether a decode step of it runs in kernels: of formats that have them, and where inputs are thinned out by
+        magnitude alone."""
+        parts = [part for part in (self.gate_proj, self.up_proj, self.down_proj) if part is not None]
+        by_magnitude = all(part.input_norms is None for part, _ in self.thinned_parts())
+        return by_magnitude and all(part.has_kernels for part in parts)
 
     def _thins_in_step(self, states: DeferredNorm) -> bool:
         """Whether `thinned_mlp` computes this: one row, in a step, laid out for it."""

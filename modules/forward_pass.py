@@ -15,7 +15,7 @@ from modules.linear import Linear
 from modules.normalization import AddNorm, Norm
 from modules.positions import RotaryKey
 from modules.sparsity import BLOCKS, ActiveList, ActiveSet, Block, Phase, SelectionContext, SparsityStats, UnitShard
-from modules.specs import Sliding
+from modules.specs import NormPlacement, Sliding
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ class ResidualStream:
 
     forward_pass: ForwardPass
     junction: AddNorm
-    pre_norm: bool
+    placement: NormPlacement
     dtype: torch.dtype
     hidden_states: Any = None  # Tensor | DeferredNorm
     residual: Any = None  # Tensor | None
@@ -119,7 +119,7 @@ class ResidualStream:
     def add(self, partial: Tensor, norm: Norm | None, bias: Tensor | None) -> None:
         """The residual junction: add a block's output [B, T, D], and norm the sum for the next one."""
         self.hidden_states, self.residual = self.junction(
-            partial, self.residual, norm, bias, pre_norm=self.pre_norm, dtype=self.dtype
+            partial, self.residual, norm, bias, placement=self.placement, dtype=self.dtype
         )
 
     def branch(self) -> Self:

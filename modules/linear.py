@@ -24,6 +24,7 @@ class WeightFormat(Protocol):
     """
 
     name: str
+    has_kernels: bool  # whether the kernels of a decode step read it
 
     def empty(self, num_rows: int, width: int) -> dict[str, Tensor]:
         """The tensors of a matrix of this size, without values."""
@@ -126,6 +127,11 @@ class Linear(nn.Module):
     def compute_dtype(self) -> torch.dtype:
         """The type of the states that it is multiplied with."""
         return self.weight_format.compute_dtype(self.tensors)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the kernels of a decode step read its format."""
+        return self.weight_format.has_kernels
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from modules.config import ModelConfig
 from modules.kernels.add_norm import fused_add_norm
 from modules.kernels.deferred_norm import DeferredNorm
+from modules.specs import NormPlacement
 
 
 class Norm(nn.Module):
@@ -42,7 +43,7 @@ class AddNorm(Protocol):
         norm: Norm | None,
         bias: Tensor | None,
         *,
-        pre_norm: bool,
+        placement: NormPlacement,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor] | tuple[DeferredNorm, Tensor]: ...
 
@@ -72,21 +73,22 @@ def add_norm(
     norm: Norm | None,
     bias: Tensor | None = None,
     *,
-    pre_norm: bool = True,
+    placement: NormPlacement = "pre",
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Add a half-block's output to the residual stream and normalise for the next half-block.
 
-    Pre-norm: `residual += partial + bias; hidden = norm(residual)`. Post-norm (OPT-350M):
-    `hidden = residual = norm(residual + partial + bias)`. `partial` [B, T, D] never includes the bias, so that
-    ranks which each hold a part of the sum add it once. `residual` is None before the first half-block.
+    Placement `pre`: `residual += partial + bias; hidden = norm(residual)`; `post` (OPT-350M):
+    `hidden = residual = norm(residual + partial + bias)`. Another placement is another case here.
+    `partial` [B, T, D] never includes the bias, so that ranks which each hold a part of the sum add it once.
+    `residual` is None before the first half-block.
     Returns (hidden_states, residual); neither aliases the old `residual`, which a hook may have kept.
 
     The stream is float32 at least, and so are sums and statistics; hidden_states are rounded once, to `dtype`. In half
     precision a stream that was rounded at every half-block would make the answer depend on the order of a sum, and so
     on the number of ranks.
     """
-    if partial.is_cuda and pre_norm and partial.dtype != torch.float64 and not torch.is_grad_enabled():
+    if partial.is_cuda and placement == "pre" and partial.dtype != torch.float64 and not torch.is_grad_enabled():
         return fused_add_norm(
             partial.contiguous(),
             residual,
@@ -101,7 +103,7 @@ def add_norm(
     total = total if bias is None else total + bias
     total = total if residual is None else residual + total
     normed = total if norm is None else norm(total)
-    return normed.to(dtype), (total if pre_norm else normed)
+    return normed.to(dtype), (total if placement == "pre" else normed)
 
 
 def deferred_add_norm(
@@ -110,14 +112,14 @@ def deferred_add_norm(
     norm: Norm | None,
     bias: Tensor | None,
     *,
-    pre_norm: bool = True,
+    placement: NormPlacement = "pre",
     dtype: torch.dtype,
 ) -> tuple[DeferredNorm, Tensor]:
     """`add_norm` of a pre-norm decode step, partial [B, 1, D], left to the kernel that reads its result.
 
     The residual that is returned is written by that kernel. Only for one row; several are normed here and now.
     """
-    assert pre_norm, "see Decoder.can_fuse"
+    assert placement == "pre", "see Decoder.can_fuse"
     rows = partial.flatten(0, 1)
     if len(rows) > 1:
         hidden_states, total = add_norm(rows, residual, norm, bias, dtype=dtype)

@@ -14,6 +14,9 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 NumPositions = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 Activation = Literal["silu", "relu", "gelu"]
+# Where a block's norm stands: before the block, or after its output has been added to the stream (OPT-350M).
+# `modules.normalization.add_norm` is what it means.
+NormPlacement = Literal["pre", "post"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,11 @@ class ThinnedInput(nn.Module):
         return self.projection.compute_dtype
 
     @property
+    def has_kernels(self) -> bool:
+        """See Linear."""
+        return self.projection.has_kernels
+
+    @property
     def num_bytes(self) -> int:
         """See Linear."""
         return self.projection.num_bytes

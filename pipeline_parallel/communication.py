@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.normalization import Norm, add_norm, residual_dtype
+from modules.specs import NormPlacement
 from pipeline_parallel.mesh import ParallelMesh
 
 # Renamed after torch 2.11; the old name warns.
@@ -39,13 +40,13 @@ class ReducingAddNorm:
         norm: Norm | None,
         bias: Tensor | None,
         *,
-        pre_norm: bool,
+        placement: NormPlacement,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """As `modules.normalization.add_norm`; `partial` is this rank's part of the sum and may be overwritten."""
         partial = partial.to(residual_dtype(partial.dtype)).contiguous()
         dist.all_reduce(partial, group=self.group)
-        return add_norm(partial, residual, norm, bias, pre_norm=pre_norm, dtype=dtype)
+        return add_norm(partial, residual, norm, bias, placement=placement, dtype=dtype)
 
 
 class HandOff:

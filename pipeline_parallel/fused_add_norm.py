@@ -24,6 +24,7 @@ from torch import Tensor
 
 from modules.decoder import Decoder
 from modules.normalization import Norm
+from modules.specs import NormPlacement
 from pipeline_parallel.all_reduce_choice import METHODS, TRANSPORTS, ChoiceTable, choose, find_choice_table
 from pipeline_parallel.communication import ReducingAddNorm
 from pipeline_parallel.kernels.all_reduce_norm import all_reduce_norm, owned_rows, verify_transport
@@ -136,15 +137,15 @@ class FusedAddNorm:
         norm: Norm | None,
         bias: Tensor | None,
         *,
-        pre_norm: bool,
+        placement: NormPlacement,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """As `ReducingAddNorm`, but for the shape of the residual (see `residual_shape`)."""
         shape = partial.shape
         strategy = self._strategy(shape)
         if strategy == "nccl":
-            return self.unfused(partial, residual, norm, bias, pre_norm=pre_norm, dtype=dtype)
-        assert pre_norm and dtype == self.operator.dtype, "see why_not_fused"
+            return self.unfused(partial, residual, norm, bias, placement=placement, dtype=dtype)
+        assert placement == "pre" and dtype == self.operator.dtype, "see why_not_fused"
         if residual is None:
             self.operator.begin(_num_tokens(shape), self.max_programs)
         else:

@@ -150,7 +150,7 @@ class Overlap:
                 Half(
                     forward_pass=forward_pass,
                     junction=self.junctions[place],
-                    pre_norm=model.config.pre_norm,
+                    placement=model.config.norm_placement,
                     dtype=model.compute_dtype,
                     side=self.stream,
                     junction_behind=partial(self._junction, place, point),

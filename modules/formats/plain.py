@@ -13,6 +13,7 @@ class Plain:
     """A matrix of units as it is, `weight` [num_rows, width]; see `modules.linear.WeightFormat`."""
 
     name = "plain"
+    has_kernels = True
 
     def empty(self, num_rows: int, width: int) -> dict[str, Tensor]:
         """See WeightFormat."""
