@@ -51,7 +51,7 @@ class Attention(nn.Module):
                 return self.step(hidden_states, forward_pass)
             hidden_states = hidden_states.normed()[:, None]
         batch, tokens, _ = hidden_states.shape
-        keys = self._rotated(self.k_proj(hidden_states), forward_pass)
+        keys = self._keys(self.k_proj(hidden_states), forward_pass)
         values = self._split(self.v_proj(hidden_states))
         if forward_pass.cache is not None:
             keys, values = forward_pass.cache.write(
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             )
 
         def dense_heads() -> Tensor:
-            queries = self._rotated(self.q_proj(hidden_states), forward_pass)
+            queries = self._queries(self.q_proj(hidden_states), forward_pass)
             return self._attend(queries, keys, values, forward_pass)
 
         def grouped_heads() -> Tensor:
@@ -137,7 +137,7 @@ class Attention(nn.Module):
         width = self.queries_per_group * self.head_dim
         channels = (groups[:, None] * width + torch.arange(width, device=groups.device)).flatten()
         bias = None if self.q_proj.bias is None else self.q_proj.bias[channels]
-        queries = self._rotated(F.linear(hidden_states, self.q_proj.rows(channels), bias), forward_pass)
+        queries = self._queries(F.linear(hidden_states, self.q_proj.rows(channels), bias), forward_pass)
         heads = self._attend(queries, keys[:, groups], values[:, groups], forward_pass)
         if mask.shape[0] > 1:
             heads = heads.unflatten(2, (-1, self.queries_per_group))
@@ -216,10 +216,15 @@ class Attention(nn.Module):
         """[B, T, heads * H] -> [B, heads, T, H]."""
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _rotated(self, states: Tensor, forward_pass: ForwardPass) -> Tensor:
-        """Projected queries or keys [B, T, heads * H] -> [B, heads, T, H] at their positions. A spec that norms queries
-        and keys does it here."""
-        heads = self._split(states)
+    def _queries(self, projected: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """[B, T, heads * H] -> [B, heads, T, H] at their positions. A spec that norms queries does it here, before."""
+        return self._rotated(self._split(projected), forward_pass)
+
+    def _keys(self, projected: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """As `_queries`, of keys."""
+        return self._rotated(self._split(projected), forward_pass)
+
+    def _rotated(self, heads: Tensor, forward_pass: ForwardPass) -> Tensor:
         return heads if self.rotary_key is None else apply_rotary(heads, *forward_pass.cos_sin[self.rotary_key])
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, forward_pass: ForwardPass) -> Tensor:

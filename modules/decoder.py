@@ -64,11 +64,11 @@ class HalfBlock(nn.Module):
     What the norm does there is up to the junction (`ModelConfig.norm_placement`).
     """
 
-    def __init__(self, block: Attention | FeedForward, norm: Norm | None, bias_size: int | None) -> None:
+    def __init__(self, block: Attention | FeedForward, norm: Norm | None, *, has_bias: bool) -> None:
         super().__init__()
         self.block = block
         self.norm = norm
-        self.bias = nn.Parameter(torch.zeros(bias_size)) if bias_size else None
+        self.bias = nn.Parameter(torch.zeros(block.hidden_size)) if has_bias else None
         self.residual_in = nn.Identity()  # a named point for forward hooks: sees the residual [B, T, D]
 
     def forward(self, stream: ResidualStream, partial: Tensor | None = None) -> None:
@@ -121,19 +121,19 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config)
-        self.first_norm = Norm(config) if config.pre_norm else None
+
+        def norm() -> Norm:
+            return Norm(config.hidden_size, kind=config.norm, eps=config.norm_eps, affine=config.norm_affine)
+
+        self.first_norm = norm() if config.pre_norm else None
         self.half_blocks = nn.ModuleList()
         for layer_idx, layer in enumerate(config.layers):
-            attention_bias = config.hidden_size if layer.attention.output_bias else None
-            mlp_bias = config.hidden_size if layer.feed_forward.bias else None
+            attention = Attention(layer.attention, config.hidden_size, layer_idx)
+            feed_forward = FeedForward(layer.feed_forward, config.hidden_size, layer_idx)
             last = layer_idx == config.num_hidden_layers - 1
-            follows = Norm(config) if not (last and config.pre_norm and not config.final_norm) else None
-            self.half_blocks.append(
-                HalfBlock(Attention(layer.attention, config.hidden_size, layer_idx), Norm(config), attention_bias)
-            )
-            self.half_blocks.append(
-                HalfBlock(FeedForward(layer.feed_forward, config.hidden_size, layer_idx), follows, mlp_bias)
-            )
+            follows = norm() if not (last and config.pre_norm and not config.final_norm) else None
+            self.half_blocks.append(HalfBlock(attention, norm(), has_bias=layer.attention.output_bias))
+            self.half_blocks.append(HalfBlock(feed_forward, follows, has_bias=layer.feed_forward.bias))
         self.project_out: Linear | None = None
         if config.word_embed_proj_dim != config.hidden_size:
             self.project_out = Linear(config.hidden_size, config.word_embed_proj_dim)

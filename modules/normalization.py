@@ -1,13 +1,12 @@
 """RMSNorm and LayerNorm, and the residual junction `add_norm` that ends every half-block (seam 2)."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modules.config import ModelConfig
 from modules.kernels.add_norm import fused_add_norm
 from modules.kernels.deferred_norm import DeferredNorm
 from modules.specs import NormPlacement
@@ -16,13 +15,11 @@ from modules.specs import NormPlacement
 class Norm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dim, in the type of its input."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, size: int, *, kind: Literal["rms", "layer"], eps: float, affine: bool = True) -> None:
         super().__init__()
-        self.kind = config.norm
-        self.eps = config.norm_eps
-        size = (config.hidden_size,)
-        self.weight = nn.Parameter(torch.ones(size)) if config.norm_affine else None
-        self.bias = nn.Parameter(torch.zeros(size)) if config.norm_affine and self.kind == "layer" else None
+        self.kind, self.eps = kind, eps
+        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(size)) if affine and kind == "layer" else None
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""

@@ -19,7 +19,6 @@ from modules.checkpoint.load import build_on_meta, load_model
 from modules.config import ModelConfig
 from modules.families.registry import in_family
 from modules.specs import Dense, Grouped, LayerSpec, Rope
-from modules.training import initialised_model
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.command_line import run_stage
 from scripts.model_loading import resolve_device
@@ -36,6 +35,7 @@ from scripts.studies.trained_models import (
     train_once,
     training_identity,
 )
+from scripts.studies.training import initialised_model
 
 NAME = "ablation"
 VARIANTS = {

@@ -23,7 +23,6 @@ from data.files import replace_file
 from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_config, load_model, load_weights
 from modules.checkpoint.sources import checkpoint_fingerprint, open_source
 from modules.decoder import Decoder
-from modules.training import TrainingOptions
 from pipeline_parallel.mesh import ParallelMesh
 from scripts.benchmark import decode
 from scripts.command_line import run_stage
@@ -43,6 +42,7 @@ from scripts.studies.trained_models import (
     train_once,
     training_identity,
 )
+from scripts.studies.training import TrainingOptions
 from sparse_predictor.selection import Selection, attach_selection
 
 # What ReLU changes is what neurons do and how well they are predicted; drift and far look-aheads are for `drift`.

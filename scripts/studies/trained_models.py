@@ -33,11 +33,11 @@ from modules.checkpoint.tokenizer import MAIN_FILES, TOKENIZER_FILES, open_token
 from modules.checkpoint.write import write_model
 from modules.decoder import Decoder
 from modules.scoring import token_logprobs
-from modules.training import TrainingOptions, train_model
 from scripts.collect import file_fingerprint
 from scripts.command_line import progress
 from scripts.model_loading import Dtype, resolve_device, resolve_dtype
 from scripts.run_records import RecordFile, hash_of
+from scripts.studies.training import TrainingOptions, train_model
 
 HELD_OUT_EVERY = 32
 # The tokenizer is trained on so much of the text, which is enough for its statistics.
@@ -298,7 +298,7 @@ class TrainedStudyOptions:
     test_tokens: int = 32768
     """Other held-out text, that models and predictors are tested on."""
     dtype: Dtype = "auto"
-    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see modules/training.py."""
+    """Of the studies; auto: bfloat16 on a GPU, float32 elsewhere. Training: see scripts/studies/training.py."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: a GPU if there is one."""
     quiet: bool = False

@@ -16,9 +16,9 @@ from analysis.results import read_records
 from modules.checkpoint.load import load_model
 from modules.checkpoint.write import write_model
 from modules.families.registry import in_family
-from modules.training import initialised_model
 from scripts.studies.relufy import VARIANTS, Options, main, with_activation
 from scripts.studies.trained_models import train_tokenizer
+from scripts.studies.training import initialised_model
 from tests.modules.families.test_registry import mixture
 from tests.scripts.studies.test_ablation import WORDS, measured, write_text
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from modules import training
 from modules.checkpoint.write import hf_state_dict
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config, to_hf_config
 from modules.normalization import Norm
-from modules.training import (
+from scripts.studies import training
+from scripts.studies.training import (
     NextTokenLoss,
     TrainingOptions,
     initialised_model,
