@@ -44,6 +44,9 @@ JUNCTIONS: dict[str, Callable[[int], str] | None] = {
 }
 
 
+WINDOWS = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+
+
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "STEP", 3)
@@ -80,11 +83,12 @@ def calls_of(model: Decoder, tokens: Tensor, lengths: Tensor) -> list[Tensor]:
         ("opt", "nccl", 3),
         ("opt", "fused-by-tokens", 2),
         ("opt-post-norm-projected", "nccl", 2),
+        ("windows", "fused-two-shot", 2),
     ],
 )
 def test_split_passes_have_the_numbers_of_whole_ones(kind: str, junction: str, tp_size: int) -> None:
     """Of ragged rows, of which one ends within the first half, and one just there."""
-    hf_config, tokens, lengths = KINDS[kind], random_tokens(3, 15), torch.tensor([7, 1, 3])
+    hf_config, tokens, lengths = KINDS.get(kind, WINDOWS), random_tokens(3, 15), torch.tensor([7, 1, 3])
     weights = tiny_hf_model(hf_config).state_dict()
     with torch.inference_mode():
         alone = calls_of(loaded(hf_config, ParallelMesh.single("cpu"), weights), tokens, lengths)
