@@ -144,7 +144,9 @@ class Freezing:
 
     def _needed(self) -> set[str]:
         needs = {"predictors": "stores", "budgets": "predictors", "answers": "budgets", "records": "budgets"}
-        needs |= {"ranks": "predictors", "tasks": "predictors", "older": "answers"}
+        needs |= {"ranks": "predictors", "tasks": "predictors"}
+        if not self.older.exists():  # they are made first
+            needs["older"] = "answers"
         needed = set(self.only)
         for section in reversed(SECTIONS):
             if section in needed and section in needs:
