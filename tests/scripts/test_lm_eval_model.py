@@ -108,7 +108,7 @@ def test_chat_messages_go_through_the_template(folder: Path) -> None:
     [
         ({"pretrained": "x"}, "--model_args pretrained: unknown; allowed are all_reduce, "),
         ({}, "needs model=DIR"),
-        ({"model": "x", "method": "magic"}, "method=magic: expected dense or predictor or "),
+        ({"model": "x", "method": "magic"}, "method=magic: expected dense or "),
         ({"model": "x", "mlp_density": "half"}, "mlp_density=half: expected float"),
         ({"model": "x", "seed": True}, "seed=True: expected int"),
     ],
