@@ -116,11 +116,6 @@ class ModelConfig:
     def head_dim(self) -> int:
         return self._of_all_layers("attention", "head_dim")
 
-    @property
-    def mlp_num_parameters(self) -> int:
-        """Weights of one MLP's matrices (biases not counted): the 100 % of *MLP bytes read*."""
-        return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
-
 
 @dataclass(frozen=True, kw_only=True)
 class FlatFields:

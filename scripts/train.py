@@ -24,7 +24,7 @@ from sparse_predictor.budgets import read_budget
 from sparse_predictor.calibration import measure_statistics
 from sparse_predictor.labels import LabelDefinition, default_definition
 from sparse_predictor.methods.registry import all_statistics
-from sparse_predictor.predictor import Predictor, PredictorStack, Rule, auto_head_rank, auto_rank, auto_standin_rank
+from sparse_predictor.predictor import Predictor, PredictorStack, Rule, auto_rank, auto_standin_rank
 from sparse_predictor.standin import fit_standins
 from sparse_predictor.store import (
     AGAIN,
@@ -265,9 +265,11 @@ def fit_block(
 ) -> PredictorStack:
     """Stage A: the scores of one kind of block."""
     config = rows.model.config
-    share = auto_rank(config) if rows.block == "mlp" else auto_head_rank(config)
+    layer = config.layers[0]  # a store has one width for all layers
+    share = auto_rank(layer.of(rows.block), config.hidden_size)
     rank = parse_rank(options.predictor_rank, share, "--predictor-rank", 1)
-    standin_rank = parse_rank(options.standin_rank, auto_standin_rank(config), "--standin-rank", 0)
+    share = auto_standin_rank(layer.feed_forward, config.hidden_size)
+    standin_rank = parse_rank(options.standin_rank, share, "--standin-rank", 0)
     if standin_rank > config.hidden_size:
         raise ValueError(f"--standin-rank must be at most hidden_size={config.hidden_size}, got {standin_rank}")
     stack = PredictorStack(

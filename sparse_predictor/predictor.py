@@ -17,33 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modules.config import ModelConfig
 from modules.sparsity import UnitShard
+from modules.specs import Dense, Grouped
 from sparse_predictor.calibration import NUM_QUANTILES, threshold_at
 
 Rule = Literal["topk", "threshold"]
-AUTO_RANK_SHARE = 0.05  # of the MLP's bytes
+AUTO_RANK_SHARE = 0.05  # of the block's bytes
 AUTO_STANDIN_SHARE = 0.028
 
 
-def auto_rank(config: ModelConfig) -> int:
-    """Inner width whose bytes are about 5 % of the MLP's, to the nearest multiple of 8 and at least 8."""
-    per_rank = config.hidden_size + config.intermediate_size
-    rank = AUTO_RANK_SHARE * config.mlp_num_parameters / per_rank
-    return max(8, int(rank / 8 + 0.5) * 8)
+def auto_rank(spec: Grouped | Dense, hidden_size: int) -> int:
+    """Inner width whose bytes are about 5 % of those of the block it predicts, to the nearest multiple of 8 and
+    at least 8; of heads never more than the groups there are to score (a linear map of higher rank is the same map)."""
+    rank = AUTO_RANK_SHARE * spec.num_weights(hidden_size) / (hidden_size + spec.num_units)
+    rounded = max(8, int(rank / 8 + 0.5) * 8)
+    return min(rounded, spec.num_units) if isinstance(spec, Grouped) else rounded
 
 
-def auto_head_rank(config: ModelConfig) -> int:
-    """Inner width of head predictors: about 5 % of the attention's bytes by the same rule, and never more than the
-    groups there are to score (a linear map of higher rank is the same map)."""
-    width = config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    rank = AUTO_RANK_SHARE * 2 * width * config.hidden_size / (config.hidden_size + config.num_key_value_heads)
-    return min(max(8, int(rank / 8 + 0.5) * 8), config.num_key_value_heads)
-
-
-def auto_standin_rank(config: ModelConfig) -> int:
+def auto_standin_rank(spec: Dense, hidden_size: int) -> int:
     """Rank whose two factors are about 2.8 % of the MLP's bytes, so that predictor and stand-in stay within 8 %."""
-    rank = AUTO_STANDIN_SHARE * config.mlp_num_parameters / (2 * config.hidden_size)
+    rank = AUTO_STANDIN_SHARE * spec.num_weights(hidden_size) / (2 * hidden_size)
     return max(8, int(rank / 8) * 8)
 
 

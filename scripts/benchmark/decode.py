@@ -245,8 +245,15 @@ def attach(
         attach_selection(model, selection)
         return run_labels(selection, config.num_hidden_layers) | {"label": options.label}
     sizes = Sizes(
-        predictor_rank=parse_rank(options.predictor_rank, auto_rank(config), "--predictor-rank", 1),
-        standin_rank=parse_rank(options.standin_rank, auto_standin_rank(config), "--standin-rank", 0),
+        predictor_rank=parse_rank(
+            options.predictor_rank, auto_rank(config.layers[0].feed_forward, config.hidden_size), "--predictor-rank", 1
+        ),
+        standin_rank=parse_rank(
+            options.standin_rank,
+            auto_standin_rank(config.layers[0].feed_forward, config.hidden_size),
+            "--standin-rank",
+            0,
+        ),
         lookahead=options.lookahead,
     )
 

@@ -22,7 +22,7 @@ from modules.decoder import Decoder
 from modules.sparsity import Block
 from sparse_predictor.calibration import LayerCalibration
 from sparse_predictor.methods.registry import find_method, needs_files
-from sparse_predictor.predictor import Predictor, auto_head_rank
+from sparse_predictor.predictor import Predictor, auto_rank
 from sparse_predictor.selection import Selection, attach_selection
 from sparse_predictor.store import PredictorManifest, save_predictors, weights_sample
 from sparse_predictor.thresholds import set_thresholds_in_run
@@ -226,8 +226,9 @@ def draw_predictors(model: Decoder, selection: Selection, sizes: Sizes) -> Predi
             standin_rank=sizes.standin_rank,
         )
         if selection.head_density < 1.0:
-            groups = config.layers[layer_idx].attention.num_units
-            predictors[layer_idx, "attention"] = Predictor(config.hidden_size, groups, auto_head_rank(config))
+            heads = config.layers[layer_idx].attention
+            rank = auto_rank(heads, config.hidden_size)
+            predictors[layer_idx, "attention"] = Predictor(config.hidden_size, heads.num_units, rank)
     for (_, block), predictor in predictors.items():
         predictor.to(model.device)
         for name in ("first", "second", "standin_in", "standin_out"):

@@ -29,7 +29,7 @@ from scripts.studies.lookahead_fits import (
     windows_at_once,
 )
 from sparse_predictor.methods.learned_predictor import PredictorSelector
-from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank
+from sparse_predictor.predictor import Predictor, auto_rank
 from sparse_predictor.selection import apply_sparsity, remove_sparsity
 
 Study = Literal["lookahead", "rank", "calibration_tokens"]
@@ -122,8 +122,8 @@ def make_plan(
     layers: Sequence[int],
 ) -> BlockPlan:
     """The plan for one kind of block. ValueError for what it cannot be made from; see `distance_study`."""
-    num_units = config.intermediate_size if block == "mlp" else config.num_key_value_heads
-    base_rank = auto_rank(config) if block == "mlp" else auto_head_rank(config)
+    spec = config.layers[0].of(block)
+    num_units, base_rank = spec.num_units, auto_rank(spec, config.hidden_size)
     if ranks is None:
         ranks = [max(1, int(base_rank * factor + 0.5)) for factor in RANK_FACTORS]
     if min(ranks, default=1) < 1:

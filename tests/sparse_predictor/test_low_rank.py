@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from modules.families.registry import from_hf_config
 from sparse_predictor.calibration import quantiles_of, threshold_at
 from sparse_predictor.low_rank import RIDGE, RegressionSums
-from sparse_predictor.predictor import Predictor, auto_head_rank, auto_rank, auto_standin_rank
+from sparse_predictor.predictor import Predictor, auto_rank, auto_standin_rank
 from sparse_predictor.train import LOSSES, LossTargets
 from tests.modules.tiny_kinds import LLAMA, OPT
 
@@ -91,16 +91,19 @@ OPT_7B = OPT | {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32
 def test_auto_ranks_stay_near_their_share_of_the_mlps_bytes(hf: dict) -> None:
     config = from_hf_config(hf)
     matrices = (3 if config.gated_mlp else 2) * config.hidden_size * config.intermediate_size
-    rank, standin_rank = auto_rank(config), auto_standin_rank(config)
+    layer = config.layers[0]
+    rank = auto_rank(layer.feed_forward, config.hidden_size)
+    standin_rank = auto_standin_rank(layer.feed_forward, config.hidden_size)
     assert rank % 8 == 0 and standin_rank % 8 == 0
     share = rank * (config.hidden_size + config.intermediate_size) / matrices
     assert 0.045 < share < 0.052
     assert share + standin_rank * 2 * config.hidden_size / matrices < 0.081
-    assert 1 <= auto_head_rank(config) <= config.num_key_value_heads
+    assert 1 <= auto_rank(layer.attention, config.hidden_size) <= config.num_key_value_heads
 
 
 def test_auto_rank_of_the_embedded_model_is_64() -> None:
-    assert auto_rank(from_hf_config(SMOLLM2)) == 64
+    config = from_hf_config(SMOLLM2)
+    assert auto_rank(config.layers[0].feed_forward, config.hidden_size) == 64
 
 
 @given(st.integers(2000, 6000), st.floats(0.01, 0.99), st.integers(0, 99))
