@@ -103,7 +103,7 @@ def in_two_passes(model: Decoder, ids: Tensor) -> Tensor:
     model.prefill_driver = None
     first = first_half(ids.shape[0], ids.shape[1], offset=0)
     with torch.inference_mode():
-        cache = model.new_cache(batch, tokens)
+        cache = model.new_cache(*ids.shape)
         return torch.cat([model(half, cache=cache).clone() for half in (ids[:, :first], ids[:, first:])], dim=1)
 
 
