@@ -83,7 +83,7 @@ def share_of_gain(part: Estimate, gain: Estimate) -> Estimate | None:
     return Estimate(value=value, low=min(ends), high=max(ends))
 
 
-def rank_correlation(pairs: Sequence[tuple[float, float]], *, confidence: float = CONFIDENCE) -> Estimate:
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> Estimate:
     """Spearman's rank correlation of at least four pairs, with Bonett and Wright's (2000) interval."""
     if len(pairs) < 4:
         raise ValueError(f"a rank correlation with an interval needs at least four pairs, not {len(pairs)}")
@@ -91,7 +91,7 @@ def rank_correlation(pairs: Sequence[tuple[float, float]], *, confidence: float 
     if len(set(first)) == 1 or len(set(second)) == 1:
         return Estimate(value=0.0, low=-1.0, high=1.0)
     value = correlation(first, second)
-    quantile = NormalDist().inv_cdf((1 + confidence) / 2)
+    quantile = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     half = quantile * math.sqrt((1 + value**2 / 2) / (len(pairs) - 3))
     centre = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, value)))
     return Estimate(value=value, low=math.tanh(centre - half), high=math.tanh(centre + half))

@@ -210,15 +210,15 @@ def lost_by_layer(records: Sequence[Record], block: str) -> dict[int, list[float
     }
 
 
-def layer_correlation(records: Sequence[Record], block: str = "mlp") -> tuple[int, int, Estimate] | None:
-    """Over layers: Spearman's correlation of 1 - cosine (raw) with the recall lost, at the longest look-ahead that
-    enough layers have.
+def layer_correlation(records: Sequence[Record]) -> tuple[int, int, Estimate] | None:
+    """Over layers: Spearman's correlation of 1 - cosine (raw) with the recall of neurons lost, at the longest
+    look-ahead that enough layers have.
 
     Returns (look-ahead, number of layers, correlation with Bonett and Wright's (2000) interval), or None without such
     records. Layers are not independent of each other, so the interval is a guide.
     """
     drifts = by_label(chosen(cosine_records(records), "cosine", variant="raw"), "lookahead")
-    for lookahead, lost in sorted(lost_by_layer(records, block).items(), reverse=True):
+    for lookahead, lost in sorted(lost_by_layer(records, "mlp").items(), reverse=True):
         # A cosine stands at the layer it starts from, a recall at the layer that is predicted.
         cosines_there = drifts.get(lookahead, {}).get("per_layer") or []
         pairs = [

@@ -27,7 +27,6 @@ from torch import Tensor
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-Words = tuple[tuple[int, ...], ...]
 # Tokens less likely than this share of the likeliest are left out of the sort, if the rest is enough: sorting a
 # whole vocabulary costs a CPU more than the model's own step.
 _CUTOFFS = (2.0**-8, 2.0**-14, 2.0**-22, 0.0)

@@ -121,18 +121,10 @@ class ActiveSet:
         """Active units of each row, int32 [rows], on the device."""
         return self.mask.sum(-1, dtype=torch.int32)
 
-    @property
-    def active_indices(self) -> Tensor:
-        """int32 [rows, U]: row r's first num_active[r] entries are its active units, ascending; then the inactive.
-
-        Fixed shape and no host read, so a CUDA graph can hold it.
-        """
-        # A stable sort of "inactive" puts active units first and keeps both groups in order.
-        return torch.sort(~self.mask, dim=-1, stable=True).indices.to(torch.int32)
-
     def listed(self) -> ActiveList:
-        """The union of the rows' sets, in ascending order; no host read."""
-        union = self.mask.any(0)
+        """The union of the rows' sets, in ascending order, of fixed shape and without a host read: a CUDA graph can
+        hold it."""
+        union = self.mask.any(0)  # a stable sort of "inactive" puts active units first, and keeps them in order
         return ActiveList(
             indices=torch.sort(~union, stable=True).indices.to(torch.int32),
             length=union.sum(dtype=torch.int32)[None],

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 
 from modules.decoder import Decoder
-from modules.generation import OnToken, generate
+from modules.generation import generate
 from modules.requests import Decode, GenerationRequest, GenerationResult, GenerationTimings
 from pipeline_parallel.exchange import ReplicaExchange
 from pipeline_parallel.launch import Mailbox, current_launch
@@ -56,7 +56,6 @@ def generate_on_mesh(
     batch_size: int = 8,
     eos_token_ids: Sequence[int] | None = None,
     decode: Decode | None = None,
-    on_token: OnToken | None = None,
     on_finish: Callable[[int, GenerationResult], None] | None = None,
     timings: GenerationTimings | None = None,
     warm_up: bool = False,
@@ -64,8 +63,8 @@ def generate_on_mesh(
     """`modules.generation.generate` with all ranks (a collective call; the arguments are those of every rank).
 
     `batch_size` is that of a replica, in `pp_size` micro-batches. `on_finish` is called on rank 0 only, for every
-    request, as soon as it has ended, and for all before this returns; `on_token` for those of this replica.
-    `timings` is, in the end, everybody's: tokens of all replicas over the time of the slowest.
+    request, as soon as it has ended, and for all before this returns. `timings` ends as that of all ranks: tokens of
+    all replicas over the time of the slowest.
     """
     timings = GenerationTimings() if timings is None else timings
     eos = model.config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids)
@@ -79,18 +78,13 @@ def generate_on_mesh(
             assert watch is not None
             stack.enter_context(watch.on_abort(collector.collect))
 
-        def take_token(place: int, token_id: int, logprob: float) -> None:
-            collector.collect_if_due()
-            if on_token is not None:
-                on_token(mine[place], token_id, logprob)
-
         generate(
             model,
             [requests[idx] for idx in mine],
             batch_size=batch_size,
             eos_token_ids=eos,
             decode=decode,
-            on_token=take_token,
+            on_token=lambda place, token_id, logprob: collector.collect_if_due(),
             on_finish=(lambda place, result: collector.add(mine[place], result)) if mesh.is_leader else None,
             timings=timings,
             exchange=exchange_of(mesh),

@@ -84,12 +84,11 @@ class ParallelMesh:
         """Whether this process is the first of its replica."""
         return self.pp_rank == 0 and self.tp_rank == 0
 
-    def rank_at(self, *, dp_rank: int | None = None, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
-        """The global rank at another place; what is not given is this process's own."""
-        dp_rank = self.dp_rank if dp_rank is None else dp_rank
+    def rank_at(self, *, pp_rank: int | None = None, tp_rank: int | None = None) -> int:
+        """The global rank at another place of this replica; what is not given is this process's own."""
         pp_rank = self.pp_rank if pp_rank is None else pp_rank
         tp_rank = self.tp_rank if tp_rank is None else tp_rank
-        return (dp_rank * self.pp_size + pp_rank) * self.tp_size + tp_rank
+        return (self.dp_rank * self.pp_size + pp_rank) * self.tp_size + tp_rank
 
     def replica_ranks(self) -> list[int]:
         """Global ranks of this replica, its leader first."""

@@ -27,7 +27,7 @@ BLOCK_ROWS = 128
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """`inputs` [L, n, D]: what predictors see; `own_inputs` [L, n, D]: the blocks' own (equal without look-ahead).
+    """`inputs` [L, n, D]: what predictors see: the blocks' own inputs, or with look-ahead those of earlier blocks.
 
     `activations` [L, n, U]: float (signed activations of neurons; norms of key-value groups), or bool where the
     store keeps packed labels only. `contributions` [L, n, U] >= 0: what each unit writes, |a_j| * ||down_j|| or the
@@ -35,7 +35,6 @@ class TrainingBatch:
     """
 
     inputs: Tensor
-    own_inputs: Tensor
     activations: Tensor
     contributions: Tensor | None
 
@@ -147,17 +146,14 @@ class TrainingRows:
         return self._load([index], ranges)
 
     def _load(self, places: Sequence[int], ranges: Ranges) -> TrainingBatch:
-        own = torch.stack([self._inputs(self.layers[place], ranges) for place in places])
-        inputs = own
-        if any(self.source_layers[place] != self.layers[place] for place in places):
-            inputs = torch.stack([self._inputs(self.source_layers[place], ranges) for place in places])
+        inputs = torch.stack([self._inputs(self.source_layers[place], ranges) for place in places])
         activations = torch.stack([self._activations(self.layers[place], ranges) for place in places])
         contributions = None
         if activations.dtype != torch.bool:
             contributions = activations.abs()
             if self.unit_norms is not None:
                 contributions *= self.unit_norms[list(places)]
-        return TrainingBatch(inputs, own, activations, contributions)
+        return TrainingBatch(inputs, activations, contributions)
 
     def _inputs(self, layer: int, ranges: Ranges) -> Tensor:
         residual = self.store.mlp_x(layer) if self.block == "mlp" else self.store.att_x(layer)

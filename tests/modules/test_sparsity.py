@@ -178,14 +178,13 @@ def test_density_outside_zero_to_one_is_refused(density: float) -> None:
 
 @settings(max_examples=50)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 10_000))
-def test_active_indices_list_the_mask_in_order(rows: int, units: int, seed: int) -> None:
+def test_a_list_holds_what_any_row_computes_in_order(rows: int, units: int, seed: int) -> None:
     mask = torch.rand(rows, units, generator=torch.Generator().manual_seed(seed)) < 0.4
-    active = ActiveSet(mask)
-    assert active.active_indices.shape == (rows, units) and active.active_indices.dtype == torch.int32
-    for row in range(rows):
-        listed = active.active_indices[row, : active.num_active[row]].tolist()
-        assert listed == mask[row].nonzero().flatten().tolist()
-        assert sorted(active.active_indices[row].tolist()) == list(range(units))
+    listed = ActiveSet(mask).listed()
+    assert listed.indices.shape == (units,) and listed.indices.dtype == torch.int32
+    assert listed.indices[: int(listed.length)].tolist() == mask.any(0).nonzero().flatten().tolist()
+    assert sorted(listed.indices.tolist()) == list(range(units))
+    assert listed.num_active.tolist() == mask.sum(-1).tolist()
 
 
 def test_oracle_keeps_the_neurons_that_write_most() -> None:
