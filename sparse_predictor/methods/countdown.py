@@ -22,13 +22,13 @@ UP = Statistic(name="up_quantiles", of=("up_proj",), measure=size_of_up)
 
 
 class CountDownSelector(ThresholdSelector):
-    """M-CountDown (Cheon and Kang 2025, section 3): compute u = x W_up for every neuron, keep those with |u| above one
+    """M-CountDown (Cheon and Kang 2025): compute u = x W_up for every neuron, keep those with |u| above one
     threshold per layer, a quantile of calibration text; gate and down are computed for these alone. The output is a sum
     of the down projection's rows with coefficients act(gate) * up, and u is the half of a coefficient that no
     activation has squeezed.
 
-    Differs: the threshold at a density of training is set in the sparse run, layer after layer, where the paper reads
-    it off the dense model's activations; and there are no kernels for it, so decode steps run as plain PyTorch.
+    Differs: the threshold at a density of training is set in the sparse run, layer after layer, as that of the other
+    methods; and there are no kernels for it, so decode steps run as plain PyTorch.
     """
 
     def __init__(self, mlp: FeedForward, threshold: float) -> None:
