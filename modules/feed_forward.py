@@ -110,9 +110,9 @@ class FeedForward(nn.Module):
 
     def can_fuse(self) -> bool:
         """Whether a decode step of it runs in kernels: of formats that have them, and where inputs are thinned out by
-        magnitude alone."""
+        magnitude alone (`thinned_rows` reads no `input_norms`, and runs no subclass's own sum)."""
         parts = [part for part in (self.gate_proj, self.up_proj, self.down_proj) if part is not None]
-        by_magnitude = all(part.input_norms is None for part, _ in self.thinned_parts())
+        by_magnitude = all(type(part) is ThinnedInput and part.input_norms is None for part, _ in self.thinned_parts())
         return by_magnitude and all(part.has_kernels for part in parts)
 
     def _thins_in_step(self, states: DeferredNorm) -> bool:

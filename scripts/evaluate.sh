@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Score a preset, dense and sparse: bash scripts/evaluate.sh PRESET [flags of python -m scripts.evaluate]
-# All methods at all densities on all tasks: bash scripts/evaluate.sh PRESET --sweep [flags that replace the sweep's]
+# Many methods at all densities on all tasks: bash scripts/evaluate.sh PRESET --sweep [flags that replace the sweep's]
 # The sweep appends to sweep.jsonl in the run's folder and ends with its report in sweep/. Started again, it goes on
 # where it was interrupted; with --output FILE the report is beside that file.
 set -euo pipefail

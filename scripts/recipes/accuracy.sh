@@ -8,7 +8,7 @@
 #               calibration of all other methods
 #   train       the predictors for these budgets, and at CURVE (0.22) one of uniform density, the low end of the curve
 #               against bytes read; beside them the budgets of the methods in BUDGETS
-#   perplexity  of the whole test text: dense, then every method at DENSITIES (0.7 0.5 0.3), uniform and with its budget
+#   perplexity  of the whole test text: dense, then all METHODS at DENSITIES (0.7 0.5 0.3), uniform and with a budget
 #   tasks       likewise
 # Records are in RUN_DIR/perplexity_METHOD.jsonl and accuracy_METHOD.jsonl; their label density_budget is `trained`, the
 # budget's file, or none (uniform). Jobs of a step run side by side, on GPUS (1) GPUs in turn.

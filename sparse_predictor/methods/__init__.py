@@ -1,8 +1,10 @@
 """The selection methods, one file each: who decides which neurons, heads or inputs of matrices a token computes.
 
 To add a method, write one file here that defines `METHOD` (or `METHODS`, several that share code), and its test.
-Nothing else lists methods: flags, checks before a model is loaded, calibration, budgets, shares of bytes, records,
-tables and plots find them through `registry.py`. Two kinds:
+Flags, checks before a model is loaded, calibration, budgets, shares of bytes, records, tables and plots find methods
+through `registry.py`, which refuses two of one name or one look. Only what runs a selection of them lists names:
+`scripts/evaluate.sh --sweep`, `scripts/quickstart.sh`, `scripts/recipes/` and the `--method` of
+`scripts.benchmark.decode`. Add a new method there if it is to be part of these. Two kinds:
 
 - `UnitMethod`: makes a selector per block, which says per token which units are active. Begin with `cats.py`: a
   `ThresholdSelector` that compares one score per neuron with a threshold. Without a threshold: `oracle.py`.

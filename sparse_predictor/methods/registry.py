@@ -45,14 +45,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Facts that every stage asks of a method.
+    """The facts about a method that stages need.
 
-    `order`: its place in choices, tables and plots; `colour` and `marker` in plots. `blocks`: those whose units it can
-    choose, or whose inputs it thins out. `files`: what it needs of --predictors. `sets_thresholds`: training sets its
-    thresholds in sparse runs. `role`: in tables; a bound could not be run to save
-    anything, a baseline knows nothing of the token, one that is published is a rival of what is learned.
-    `trained_densities`: those of each MLP that a directory was trained for, if not the uniform one. `formerly`: an
-    older name, and why it has another.
+    `paper`: its source, for readers. `order`: its place in choices, tables and plots; `colour` and `marker` in plots,
+    a pair that no other method has. `blocks`: those whose units it can choose, or whose inputs it thins out. `files`:
+    what it needs of --predictors. `sets_thresholds`: training sets its thresholds in sparse runs. `role`: in tables. A
+    bound cannot save anything in practice, a baseline does not look at the token, a published method is compared with
+    the learned ones. `trained_densities`: those of each MLP that a directory was trained for, if not the uniform one.
+    `formerly`: an older name, and why it has another.
     """
 
     name: str
@@ -121,7 +121,12 @@ class UnitMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class InputMethod(Method):
-    """Thins out the inputs of matrices. `make(setting)` returns what wraps a projection."""
+    """Thins out the inputs of matrices. `make(setting)` returns what wraps a projection.
+
+    The kernels of a decode step (`modules.kernels.thinned_rows`) compare plain magnitudes with the threshold, and in
+    MLPs only. None of them honours `ThinnedInput.input_norms`, a subclass of `ThinnedInput`, or a thinned attention
+    matrix: `can_fuse` of the block then is False, and decode steps are not fused.
+    """
 
     make: Callable[[Setting], Thin]
 
@@ -159,7 +164,24 @@ def all_methods() -> dict[str, Method]:
         if module.name != Path(__file__).stem:
             file = import_module(f"{__package__}.{module.name}")
             found += getattr(file, "METHODS", None) or [file.METHOD]
-    return {method.name: method for method in sorted(found, key=lambda method: method.order)}
+    return in_order(found)
+
+
+def in_order(methods: Sequence[Method]) -> dict[str, Method]:
+    """By name, in order; ValueError for two methods of one name, or of one colour and marker."""
+    by_name, by_style = dict[str, Method](), dict[tuple[str, str], Method]()
+    for method in sorted(methods, key=lambda method: method.order):
+        if method.name in by_name:
+            raise ValueError(f"two methods are named {method.name}: rename one, in sparse_predictor/methods")
+        style = method.colour, method.marker
+        other = by_style.setdefault(style, method)
+        if other is not method:
+            raise ValueError(
+                f"methods {other.name} and {method.name} have one colour and marker in plots ({', '.join(style)}): "
+                "give one of them another"
+            )
+        by_name[method.name] = method
+    return by_name
 
 
 def method_names() -> tuple[str, ...]:

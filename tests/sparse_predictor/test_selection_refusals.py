@@ -1,10 +1,11 @@
 """What `attach_selection` refuses, and how it says so."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sparse_predictor.methods.registry import all_methods
+from sparse_predictor.methods.registry import all_methods, in_order
 from sparse_predictor.selection import Selection, attach_selection
 from tests.modules.tiny_kinds import KINDS
 from tests.modules.tiny_models import tiny_decoder
@@ -45,6 +46,15 @@ def test_a_method_that_is_none_is_refused_and_wina_by_its_right_name() -> None:
             chosen.check()
         with pytest.raises(ValueError, match=message):
             attach_selection(tiny_decoder(KINDS["llama"]), chosen)
+
+
+def test_two_methods_of_one_name_or_one_look_are_refused() -> None:
+    teal, cats = all_methods()["teal"], all_methods()["cats"]
+    assert list(in_order([teal, cats])) == ["cats", "teal"]
+    with pytest.raises(ValueError, match="two methods are named teal"):
+        in_order([teal, replace(cats, name="teal")])
+    with pytest.raises(ValueError, match="methods teal and twin have one colour and marker in plots"):
+        in_order([replace(teal, name="twin", order=teal.order + 1), cats, teal])
 
 
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.01, float("nan")])
