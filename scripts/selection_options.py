@@ -127,16 +127,17 @@ def check_budget(path: Path | None, mlp_density: float | None, head_density: flo
 
 def tell_rounding(model: Decoder, selections: Sequence[Selection]) -> None:
     """A warning, before anything is run, where so few groups of heads cannot be kept at the density asked for."""
-    num_groups, num_layers = model.config.num_key_value_heads, model.config.num_hidden_layers
+    groups = [layer.attention.num_units for layer in model.config.layers]
+    of_layers = " or ".join(map(str, sorted(set(groups))))
     found: dict[str, None] = {}
     for selection in selections:
-        asked = selection.densities(num_layers)["attention"]
+        asked = selection.densities(len(groups))["attention"]
         if selection.method == "dense" or thins_attention(selection.method):
             continue
-        used = [num_kept(density, num_groups) / num_groups for density in asked]
+        used = [num_kept(density, number) / number for density, number in zip(asked, groups, strict=True)]
         if abs(mean(used) - mean(asked)) > SAME_MEAN:
             found[
-                f"--head-density: {mean(asked):.3g} of {num_groups} key-value groups is not a whole number of them, so "
+                f"--head-density: {mean(asked):.3g} of {of_layers} key-value groups is not a whole number of them, so "
                 f"{mean(used):.3g} are kept"
             ] = None
     for message in found if current_launch().rank == 0 else ():

@@ -31,7 +31,7 @@ class LabelDefinition:
 
 def default_definition(config: ModelConfig, density: float) -> LabelDefinition:
     """ReLU models have exact zeros; all others are labelled by their top neurons at `density`."""
-    if config.activation == "relu" and not config.gated_mlp:
+    if all(layer.feed_forward.activation == "relu" for layer in config.layers) and not config.gated_mlp:
         return LabelDefinition(kind="positive", share=density)
     return LabelDefinition(kind="top", share=density)
 

@@ -18,7 +18,7 @@ SPARSE_RATIO = 0.95  # of what is read, the share of exact weights: the paper's 
 
 # Factors of a projection by their rank, with the version of the weights that they are of: finding them takes longer
 # than attaching, which happens several times per run.
-_FACTORS: WeakKeyDictionary[Linear, dict[int, tuple[int, Tensor, Tensor]]] = WeakKeyDictionary()
+_FACTORS: WeakKeyDictionary[Linear, dict[int, tuple[list[int], Tensor, Tensor]]] = WeakKeyDictionary()
 
 
 class RankAwareInput(ThinnedInput):
@@ -40,8 +40,9 @@ class RankAwareInput(ThinnedInput):
 
 def low_rank_factors(projection: Linear, rank: int) -> tuple[Tensor, Tensor]:
     """The best approximation of a matrix by rank R (Eckart and Young 1936), in its compute type: [in, R], [R, out]."""
-    known, version = _FACTORS.setdefault(projection, {}), projection.weight._version
-    if rank not in known or known[rank][0] != version or known[rank][1].device != projection.weight.device:
+    known, parameters = _FACTORS.setdefault(projection, {}), list(projection.parameters())
+    version = [parameter._version for parameter in parameters]  # of whatever tensors the format has
+    if rank not in known or known[rank][0] != version or known[rank][1].device != parameters[0].device:
         matrix = projection.dequantised().detach().double()
         matrix = matrix if projection.rows_are == "inputs" else matrix.t()
         # Projected onto its strongest directions, found on the shorter side.
