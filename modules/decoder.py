@@ -61,7 +61,7 @@ class Embeddings(nn.Module):
 class HalfBlock(nn.Module):
     """Attention or a feed-forward block, and the norm that follows it (None where the model has none there).
 
-    What the norm does there is up to the junction (`ModelConfig.norm_placement`).
+    The junction applies the norm, as `ModelConfig.norm_placement` says.
     """
 
     def __init__(self, block: Attention | FeedForward, norm: Norm | None, *, has_bias: bool) -> None:
@@ -72,8 +72,8 @@ class HalfBlock(nn.Module):
         self.residual_in = nn.Identity()  # a named point for forward hooks: sees the residual [B, T, D]
 
     def forward(self, stream: ResidualStream, partial: Tensor | None = None) -> None:
-        """Take a stream through the block and past the residual junction behind it. `partial`: the block's output
-        [B, T, D], where somebody else made it."""
+        """Run the block on a stream, and the residual junction after it. `partial`: the block's output [B, T, D], if
+        the caller has computed it already."""
         stream.residual = self.residual_in(stream.residual)
         if partial is None:
             partial = self.block(stream.read(), stream.forward_pass)
@@ -90,15 +90,15 @@ class PipelineLinks(Protocol):
     def is_last(self) -> bool: ...
 
     def receive(self, batch_size: int, num_tokens: int, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
-        """(hidden_states, residual) [B, T, D] from the stage before, and what its layers keep for look-ahead."""
+        """(hidden_states, residual) [B, T, D] from the stage before; fills `forward_pass.inputs` for look-ahead."""
         ...
 
     def send(self, hidden_states: Tensor, residual: Tensor, forward_pass: ForwardPass) -> None:
-        """Hand them to the stage after; returns before they have arrived."""
+        """Send them to the stage after; returns before they have arrived."""
         ...
 
     def residual_shape(self, batch_size: int, num_tokens: int) -> tuple[int, ...]:
-        """Of the residual that is handed on: [B, T, D], unless tensor-parallel ranks keep rows of their own."""
+        """Shape of the residual that is sent: [B, T, D], unless each tensor-parallel rank keeps rows of its own."""
         ...
 
 
@@ -106,7 +106,8 @@ class PrefillDriver(Protocol):
     """Takes passes through the half-blocks in an order of its own (see pipeline_parallel.overlap)."""
 
     def __call__(self, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor | None:
-        """Hidden states [B, T, D] as of `Decoder.forward`; None, with nothing done, for a pass that it leaves alone."""
+        """Hidden states [B, T, D] as of `Decoder.forward`; None, with nothing done, for a pass that it does not
+        handle."""
         ...
 
 
@@ -274,7 +275,7 @@ class Decoder(nn.Module):
         num_prompt: Tensor | None = None,
         phase: Phase = "prefill",
     ) -> ForwardPass:
-        """What the pass of token_ids [B, T] through the half-blocks carries; arguments as `forward`."""
+        """The `ForwardPass` of token_ids [B, T] that all half-blocks share; arguments as `forward`."""
         batch, tokens = token_ids.shape
         steps = torch.arange(tokens, device=token_ids.device)
         if cache is None:
@@ -314,7 +315,7 @@ class Decoder(nn.Module):
             raise ValueError(f"{num_positions} tokens do not fit the context of {self.config.max_position_embeddings}")
 
     def begin_step(self, token_ids: Tensor, cache: Cache) -> ForwardPass:
-        """What the fused decode step of token_ids [B, 1] carries, over a cache of static shape; as `begin`."""
+        """As `begin`, of a fused decode step of token_ids [B, 1] over a cache of static shape."""
         mlps = {layer_idx: self.mlp(layer_idx) for layer_idx in self.layers}
         step = DecodeStep(
             {place: block.selector for place, block in self.blocks.items()},

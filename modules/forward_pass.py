@@ -1,5 +1,5 @@
-"""What one forward pass carries from block to block: positions, mask, cache, phase, inputs kept for look-ahead, and
-the residual stream."""
+"""The state of one forward pass that blocks share: positions, masks, cache, phase, inputs kept for look-ahead; and the
+residual stream."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -99,7 +99,7 @@ class ForwardPass:
 
 @dataclass(kw_only=True)
 class ResidualStream:
-    """A pass on its way through the half-blocks: what the next block reads, and the stream that blocks add to.
+    """The states between two half-blocks: what the next block reads, and the residual that blocks add to.
 
     hidden_states [B, T, D] in `dtype` (in a fused step [B, D], still to be normed); residual [B, T, D], None before the
     first half-block. `junction` is what adds a block's output to the stream and norms it for the next.
@@ -123,14 +123,14 @@ class ResidualStream:
         )
 
     def branch(self) -> Self:
-        """Another stream from here on; what it computes leaves this one as it is."""
+        """A copy to continue with separately; running it does not change this one."""
         inputs = {block: dict(kept) for block, kept in self.forward_pass.inputs.items()}
         return replace(self, forward_pass=replace(self.forward_pass, inputs=inputs))
 
 
 def lookahead_inputs(half_block_idx: int, max_lookahead: int) -> list[tuple[Block, int]]:
-    """Which of `ForwardPass.inputs` (block, layer) the half-blocks from `half_block_idx` on may read, of those before
-    it: what a pipeline stage that starts there is sent, in this order."""
+    """The earlier entries (block, layer) of `ForwardPass.inputs` that half-blocks from `half_block_idx` on may read. A
+    pipeline stage that starts there receives them in this order."""
     upcoming: dict[Block, int] = {"attention": (half_block_idx + 1) // 2, "mlp": half_block_idx // 2}
     return [
         (block, layer) for block in BLOCKS for layer in range(max(0, upcoming[block] - max_lookahead), upcoming[block])
@@ -138,7 +138,7 @@ def lookahead_inputs(half_block_idx: int, max_lookahead: int) -> list[tuple[Bloc
 
 
 def real_tokens(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """Which of right-padded token_ids [B, T] are no padding, num_tokens [B] a row: bool [B, T]."""
+    """Which of right-padded token_ids [B, T] are not padding, with num_tokens [B] per row: bool [B, T]."""
     return torch.arange(token_ids.shape[1], device=token_ids.device) < num_tokens[:, None]
 
 

@@ -36,8 +36,8 @@ OnToken = Callable[[int, int, float], object]
 
 
 class TokenExchange:
-    """How processes that each run a part of the model stay together (see pipeline_parallel.exchange). This is the
-    exchange of one process that has the whole model."""
+    """Passes chosen tokens between processes that each run a part of the model (see pipeline_parallel.exchange). This
+    class is for one process that has the whole model."""
 
     num_microbatches = 1
     """At most so many groups of rows are worked on one after the other."""
@@ -50,7 +50,7 @@ class TokenExchange:
         return repeat(0)
 
     def publish(self, microbatch: int, message: list[float]) -> None:
-        """Tell the other processes what was chosen (called where the head is)."""
+        """Send what was chosen to the other processes (called where the head is)."""
         self._message = message
 
     def receive(self, microbatch: int, size: int) -> list[float]:

@@ -43,8 +43,8 @@ _TOKEN, _LENGTH, _STEP, _GROWTH, _STREAM, _TOP_K, _TEMPERATURE, _TOP_P, _MIN_P =
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step does in its first rows [B]: the token of each and how many are cached before it; then the number of
-    the token that is chosen, and how."""
+    """The inputs of a step, for its first rows [B]: each row's token, the number of tokens cached before it, the number
+    of the token that will be chosen, and how it is sampled."""
 
     token_ids: list[int]
     lengths: list[int]
@@ -87,10 +87,10 @@ class BlockCall:
 
 
 class StepCounts(SparsityStats):
-    """Stands in for a model's statistics in a step whose Python code runs once, but whose kernels run many times.
+    """Replaces a model's statistics in a captured step, whose Python code runs once and whose kernels run many times.
 
-    The host keeps the calls; what only the device knows, as active units above a threshold, is for the step's message
-    (`table`). `add_to` counts one step that was really wanted: a step run ahead and discarded never gets there.
+    The host keeps the list of calls. Numbers that exist on the device only, such as active units above a threshold, go
+    into the step's message (`table`). `add_to` counts one step; it is not called for a step that is discarded.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ def stacked(parts: list[Tensor], size: int) -> Tensor:
 @dataclass(kw_only=True)
 class CapturedStep:
     """A decode step at fixed addresses. `replay` goes from the inputs (int64 [9, B], see StepInputs; states from the
-    stage before) to the states to hand on (None of a fused step) and, where the head is, logits [B, V] and `facts`: all
+    stage before) to the states to send on (None of a fused step) and, where the head is, logits [B, V] and `facts`: all
     that the host needs to know, in one read. float64 [3 + C, B]: the chosen token, its log-probability, 1 where the
     logits are finite; then the active units of blocks that choose them (see StepCounts). `messages` are places for the
     facts of a step, used alternately: that of the step ahead must not overwrite this one's."""

@@ -41,8 +41,8 @@ class WeightFormat(Protocol):
     def read_rows(
         self, tensors: Mapping[str, Tensor], states: Tensor, bias: Tensor | None, *, keep_float32: bool
     ) -> Tensor:
-        """Each unit's product with the input: [..., width] -> [..., num_rows]. `keep_float32`: what a device sums up in
-        float32 it hands out in float32."""
+        """Each unit's product with the input: [..., width] -> [..., num_rows]. `keep_float32`: sums that a
+        device makes in float32 are returned as float32."""
         ...
 
     def add_rows(self, tensors: Mapping[str, Tensor], states: Tensor, memory: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ MAX_PREFILL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class BatchStep:
-    """What the rows [B] of a step do. Its message: B token ids, B log-probabilities, then the echoed prompts'."""
+    """One step of the rows [B]. Its message holds B token ids, B log-probabilities, then those of echoed prompts."""
 
     phase: Phase
     rows: list[int]

@@ -31,7 +31,7 @@ class Norm(nn.Module):
 
 
 class AddNorm(Protocol):
-    """The residual junction: what stands between two half-blocks, replaced as a whole by tensor parallelism."""
+    """The residual junction between two half-blocks; see `add_norm`. Tensor parallelism replaces it as a whole."""
 
     def __call__(
         self,
@@ -47,15 +47,15 @@ class AddNorm(Protocol):
 
 @runtime_checkable
 class AddNormInPlace(AddNorm, Protocol):
-    """A junction that reads partial sums where blocks are asked to leave them."""
+    """A junction that provides the memory into which blocks write their partial sums."""
 
     def memory(self, num_tokens: int) -> Tensor | None:
-        """Where the next sum of so many tokens is best left, [num_tokens, D]; None: anywhere."""
+        """Memory [num_tokens, D] for the next partial sum of so many tokens; None: any memory will do."""
         ...
 
 
 def partial_memory(junction: AddNorm) -> Callable[[int], Tensor | None] | None:
-    """`AddNormInPlace.memory` of a junction that has it; None: partial sums may be left anywhere."""
+    """`AddNormInPlace.memory` of a junction that has it, else None."""
     return junction.memory if isinstance(junction, AddNormInPlace) else None
 
 

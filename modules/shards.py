@@ -1,7 +1,7 @@
-"""Parts of tensors: which one a rank holds of each parameter, and how it gets out of a mapped file.
+"""Parts of tensors: which one a rank holds of each parameter, and how it is read from a mapped file.
 
-A rank that takes a quarter of each row must not read the whole file for it, which is what the kernel's own guess at
-a mapped file comes to. So it is told the pages beforehand (`read_ahead`); numbers: loading_cpu.jsonl.
+A rank that takes a quarter of each row must not read the whole file. The operating system would do so, since it reads
+ahead in a mapped file. So `read_ahead` names the pages that are needed first; measurements: loading_cpu.jsonl.
 """
 
 import ctypes
@@ -99,10 +99,10 @@ def own_tensor(converted: Tensor, original: Tensor) -> Tensor:
 
 
 def read_ahead(view: Tensor) -> None:
-    """Tell the kernel which pages of a mapped file a view [rows, columns] or [columns] is about to touch: Linux only.
+    """Advise the operating system which pages of a mapped file a view [rows, columns] or [columns] needs. Linux only.
 
-    Left to itself it reads the gaps between the rows as well, and a window beyond both ends. It is advice: in
-    ordinary memory, or where it is not followed, the view is read all the same.
+    Without the advice it also reads the gaps between the rows, and a window beyond both ends. In ordinary memory, or
+    where the advice is not followed, the view is read all the same.
     """
     if sys.platform != "linux" or view.device.type != "cpu" or view.numel() == 0:
         return

@@ -106,8 +106,8 @@ class ActiveSet:
     """The active units of each row.
 
     `mask` bool [rows, U]. `compensation` [rows, D] is added to the block's output (the stand-in for what is skipped).
-    `gate_values` [rows, U]: act(gate) where the selector has already paid for it (CATS). `count`: active units of every
-    row, where the host knows. `is_early`: see ActiveList.
+    `gate_values` [rows, U]: act(gate) where the selector has computed it anyway (CATS). `count`: active units of every
+    row, where the host has the number. `is_early`: see ActiveList.
     """
 
     mask: Tensor
@@ -151,8 +151,8 @@ class SelectionContext:
     `dense_output()`: what the dense block computes before its output projection: activations [B, T, F] (MLP) or head
     outputs by group [B, T, G, R, H] (attention). `positions` int64 [B, T] of the tokens, `valid` bool [B, T] (False:
     padding) or None. `num_prompt` int64 [B]: how many of a row's first tokens are its prompt, where a text is scored in
-    one pass; None: nobody says. `units`: which units are here, where a rank computes a part of them; a selector answers
-    for these. `cache` also keeps what a selector notes of its rows.
+    one pass; None: unknown. `units`: the units of this rank, where it computes a part of them; a selector chooses among
+    these. A selector may keep a state per row in `cache`.
     """
 
     layer_idx: int
@@ -225,8 +225,8 @@ class SparsityStats:
 
     @property
     def row_counts(self) -> dict[Block, Tensor]:
-        """Per kind of block, summed over layers: int64 [2, B], active units and all units of each batch row. Kept for
-        those who ask by setting it (generate), from then on."""
+        """Per kind of block, summed over layers: int64 [2, B], active units and all units of each batch row. Counted
+        only from when a caller has set it (as `generate` does)."""
         for block, dense in self._dense_rows.items():
             if any(dense):
                 counts = zip(self._row_counts[block], dense, strict=True)

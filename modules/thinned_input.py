@@ -1,7 +1,8 @@
-"""Input thinning (TEAL, WINA): a matrix drops the small entries of its input, each of which is an unread weight row.
+"""Input thinning (TEAL, WINA): the small entries of a matrix's input are dropped, and their weights are not read.
 
-The Python code of a captured decode step runs once, so nothing that it adds up is a count: each `ThinnedInput` leaves
-the number of entries that it kept on the device, and `StepCounts` takes that along in the step's message.
+The Python code of a captured decode step runs only once, so it cannot count what each replay does. Each `ThinnedInput`
+therefore keeps the number of entries that it used in a tensor on the device, and `StepCounts` puts it into the step's
+message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,15 +18,16 @@ from modules.sparsity import Count
 
 
 class ThinnedInput(nn.Module):
-    """A projection that drops the small entries of its input first (TEAL): each dropped entry is an unread weight row.
+    """A projection that drops the small entries of its input first (TEAL), so that their weights need not be read.
 
-    Wraps a `Linear`, which stays as it was (`projection`). `kept` of `seen` entries were used, over rows that
-    are no padding and inputs that are `counted` (bool [in_features]; None: all). `last_rows` [2, B] are those numbers
-    of the last call alone, for each batch row; None where it was not thinned out. With `input_norms` [in_features] an
-    entry counts as large by its magnitude times this (WINA). `density` is the share that the threshold is to keep.
+    It wraps a `Linear`, which is not changed (`projection`). `density` is the share of entries that `threshold` is
+    meant to keep. With `input_norms` [in_features], an entry's magnitude times its norm is compared (WINA).
 
-    In a decode step that may be a graph (see `in_step`) nothing is counted, but `kept_in_step` [B] left behind.
-    `input_major` [M, in, out]: the weights that kernels read, of all M matrices which have this input; None without.
+    `kept` of `seen` entries were used. Both count rows without padding, and the inputs in `counted` (bool
+    [in_features]; None: all). `last_rows` [2, B]: these two numbers per batch row, in the last call; None if it was
+    not thinned out. In a decode step that may be a graph (see `in_step`) neither is updated; `kept_in_step` [B] is set
+    instead. `input_major` [M, in, out]: the weights for the kernels, of all M matrices with this input; None: no
+    kernels.
     """
 
     def __init__(
@@ -125,8 +127,8 @@ def path_without_a_choice(parts: Sequence[tuple[ThinnedInput, int]]) -> str:
 
 
 def weights_read(parts: Sequence[tuple[ThinnedInput, int]]) -> Tensor | None:
-    """int64 [2, B]: weights read, and all there are, for each batch row of the last call of a block whose thinned
-    inputs and weights an entry are given; None if it was not thinned out. Sums over ranks are counts again."""
+    """Weights read, and weights in all, per batch row of a block's last call: int64 [2, B]; None if nothing was
+    thinned out. `parts`: the block's thinned inputs, each with its weights per entry. Ranks' results can be added."""
     total: Tensor | None = None
     for part, width in parts:
         if part.last_rows is not None:
@@ -138,8 +140,8 @@ def weights_read(parts: Sequence[tuple[ThinnedInput, int]]) -> Tensor | None:
 
 @contextmanager
 def in_step(parts: Sequence[tuple[ThinnedInput, int]]) -> Iterator[None]:
-    """While it lasts, a decode step is run without `Decoder.forward`: inputs are thinned out, every token is real, and
-    numbers of entries kept are left at `kept_in_step` instead of being counted."""
+    """Context of a decode step that runs without `Decoder.forward`: inputs are thinned out, every token is real, and
+    the numbers of entries kept are put into `kept_in_step` instead of being counted."""
     for part, _ in parts:
         part.enabled, part.in_step, part.valid = True, True, None
     try:
@@ -150,8 +152,8 @@ def in_step(parts: Sequence[tuple[ThinnedInput, int]]) -> Iterator[None]:
 
 
 def lay_out_for_kernels(parts: Sequence[ThinnedInput]) -> int:
-    """Copy gate (if there is one) and up, whose inputs are thinned out as the down projection's is, input-major, for
-    `thinned_mlp`: the bytes this takes."""
+    """Make the input-major copies of gate (if there is one) and up that `thinned_mlp` reads; returns their bytes.
+    `parts`: gate, up and down projection, all with thinned inputs."""
     # The down projection is input-major as it is.
     weights = torch.stack([part.dequantised().detach().t() for part in parts[:-1]])
     parts[-2].input_major = weights

@@ -1,1 +1,1 @@
-"""Everything distributed: launch, mesh, tensor and pipeline parallelism; nobody else imports torch.distributed."""
+"""Everything distributed: launch, mesh, tensor and pipeline parallelism; no other folder imports torch.distributed."""

@@ -1,4 +1,4 @@
-"""How the processes of one replica stay together while they generate: what was chosen, and what each has counted."""
+"""Messages between the processes of one replica while they generate: chosen tokens, and the counts of each process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class _PendingReport:
 
 
 class ReplicaExchange(TokenExchange):
-    """Over the processes of one replica. Messages are few bytes that hosts read, so they go over gloo.
+    """The exchange of the processes of one replica. Messages are a few bytes for the hosts, so they go over gloo.
 
-    The last stage tells the others of its column (all ranks of a stage choose alike). Counts are added up on the
-    replica's leader, which reports when all have come, at most one round of steps late; other ranks report their own.
+    Each rank of the last stage sends the chosen tokens to the ranks of the same tp_rank in the other stages (all ranks
+    of a stage choose alike). Counts are summed on the replica's leader. It reports a sum when all counts have come, at
+    most one round of steps late; other ranks report their own counts.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:

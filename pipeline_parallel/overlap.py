@@ -244,7 +244,7 @@ def choose_overlap(model: Decoder, mesh: ParallelMesh, tokens: OverlapTokens) ->
     """Let a model, whose junction is chosen, split prefills as `--overlap-tokens` says (a collective call).
 
     auto: from 1024 tokens on where splits were measured for these GPUs, and from the smallest measured on. A number:
-    from so many on, measured or not. 0: never. Pipeline stages hand on whole passes, so there nothing is split.
+    from so many on, measured or not. 0: never. Pipeline stages send whole passes, so there nothing is split.
     """
     check_overlap_tokens(tokens)
     if tokens == 0 or mesh.tp_size == 1:

@@ -18,10 +18,10 @@ from pipeline_parallel.mesh import ParallelMesh
 
 
 def plan_stages(layer_sizes: Sequence[int], first_size: int, last_size: int, num_stages: int) -> list[range]:
-    """Consecutive layers for each stage, at least one each, so that the largest stage is as small as can be.
+    """Consecutive layers for each stage, at least one each, so that the largest stage is as small as possible.
 
-    Sizes in bytes; `first_size` (embeddings) and `last_size` (head) weigh on the first and the last stage. Of equally
-    good plans the one whose early stages are fuller.
+    Sizes are in bytes. `first_size` (embeddings) is added to the first stage, `last_size` (head) to the last. Of
+    equally good plans, the one whose early stages are larger is returned.
     """
     num_layers = len(layer_sizes)
     if not 1 <= num_stages <= num_layers:

@@ -1,6 +1,6 @@
-"""Ends a run on all ranks within seconds once one of them fails, and says which and why.
+"""Ends a run on all ranks within seconds after one of them fails, and reports which one and why.
 
-A rank that was killed cannot say so, and the others wait for it in a collective, where no Python code runs. So each
+A rank that was killed cannot report it, and the others wait for it in a collective, where no Python code runs. So each
 rank has two threads. One writes a heartbeat to the store once per second, over its own connection, and looks at the
 others' and for a posted failure. The other, which never waits for the store, ends the process: on a failure, on a
 store that is gone or no longer answers, and on a signal that the main thread does not act on.
@@ -33,8 +33,9 @@ FAST_INTERVAL_S = 0.05  # of looks where somebody waits for them
 class RankWatch:
     """Watches over all ranks from within one of them; starts with the object, ends with `stop` or the process.
 
-    store: a connection of its own to the store that all ranks share; nobody else uses it.
-    store_owner: who dies with the store, in words. speaks_for_host: print that; one rank per host.
+    store: a connection to the store that all ranks share, used by this object alone.
+    store_owner: the process that holds the store, in words, for the message after the store is lost.
+    speaks_for_host: whether this rank prints that message; one rank per host.
     patience_s: how long a rank may show no heartbeat. A phase that holds the interpreter's lock (one long call
         of an extension that does not release it) stops the heartbeat, so this must be longer than any of those.
     join_timeout_s: how long a rank may take to show its first one.

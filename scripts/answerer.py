@@ -114,9 +114,9 @@ def score_continuations(
     """(sum of log-probabilities in nats, is every token the model's first choice) of the scored tokens of each window,
     in order, on all ranks. A window's last token conditions nothing: it may be one longer than the model's context.
 
-    A collective call: every rank hands over the same. `batch_size(num_tokens)` is how many rows of at most so many
-    tokens run together. `on_scored(n)` hears of n more requests. ValueError for tokens the model cannot run and for
-    logits that are not finite.
+    A collective call: every rank gives the same windows. `batch_size(num_tokens)` is how many rows of at most so many
+    tokens run together. `on_scored(n)` is called after n more requests. ValueError for tokens the model cannot run and
+    for logits that are not finite.
     """
     rows: dict[Row, list[int]] = {}
     for idx, one in enumerate(windows):
@@ -142,10 +142,10 @@ def score_continuations(
             on_scored(sum(len(rows[row]) for row in batch))
     if mesh.dp_size > 1:
         current_launch().barrier()
-    everybody: dict[int, Score] = {}
+    of_all_ranks: dict[int, Score] = {}
     for part in mesh.gather(found):
-        everybody.update(part)
-    return [everybody[idx] for idx in range(len(windows))]
+        of_all_ranks.update(part)
+    return [of_all_ranks[idx] for idx in range(len(windows))]
 
 
 def _score_batch(

@@ -1,11 +1,11 @@
-"""lm-eval's tasks on a machine that has no lm-eval, no data sets and no network: what they ask is carried there, and
-the answers are carried back.
+"""lm-eval's tasks on a machine that has no lm-eval, no data sets and no network: files with their requests go there,
+and files with the answers come back.
 
     export   here: what the tasks ask of a model, as token ids -> requests (.json.gz). No model is run.
     answer   there: the same sparsity flags as scripts.evaluate -> records named `answers`, appended run by run
     fold     here: those answers -> the records that scripts.evaluate would have written there
 
-Folding asks the tasks again, and refuses answers to anything else than what they ask then. Records have the
+`fold` makes the tasks' requests again, and refuses answers to other requests. Records have the
 environment, the times, the achieved densities and the sources of the machine that answered.
 """
 
@@ -138,7 +138,7 @@ class AskedList(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that tell what is asked."""
+        """Twelve hex digits that identify the requests."""
         return hash_of(json.dumps(msgspec.to_builtins(self)).encode())
 
 
@@ -399,7 +399,7 @@ def _groups(paths: Sequence[Path]) -> list[list[Record]]:
 
 
 def _outline(model: str) -> LoadedModel:
-    """A model without its weights, which nobody needs who only asks. ValueError under torchrun."""
+    """A model without its weights: making requests needs none. ValueError under torchrun."""
     if current_launch().world_size > 1:
         raise ValueError("export and fold run in one process; leave out torchrun (answer runs under it)")
     directory, mesh = resolve_model(model), ParallelMesh.single("cpu")

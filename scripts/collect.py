@@ -158,7 +158,7 @@ def main(options: Options) -> ActivationStore | None:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Size and first mebibyte, as a hash: what tells two versions of a corpus apart at no cost."""
+    """A hash of the size and the first mebibyte: a cheap way to distinguish two versions of a corpus."""
     with path.open("rb") as file:
         return hashlib.sha256(f"{path.stat().st_size} ".encode() + file.read(2**20)).hexdigest()
 

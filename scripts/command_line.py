@@ -171,8 +171,8 @@ def progress(
     """A progress bar on stderr around `iterable`; none with `quiet`, and of several ranks the first shows its own.
     Long work of a known `total` is also said to be long, in one log line.
 
-    Redrawn rarely where nobody watches. An empty tuple makes a bar of `total` steps that the caller moves with
-    `update`.
+    Redrawn rarely where stderr is not a terminal. An empty tuple makes a bar of `total` steps that the caller moves
+    with `update`.
     """
     return DurationBar(
         iterable,
@@ -199,8 +199,8 @@ UNITS = {"tok": "token", "it": "step"}
 
 
 class DurationBar(tqdm):
-    """A tqdm bar of a known total. While it waits for a bar that was opened later (text that is written as it is read),
-    that one tells: its own pace would be that of what was waiting."""
+    """A tqdm bar of a known total that logs how long the work will take. While it waits for a bar that was opened later
+    (text that is written as it is read), only the later one logs: this one's pace would be that of the waiting."""
 
     _open: ClassVar[list[DurationBar]] = []
     _begun: tuple[float, float] | None = None

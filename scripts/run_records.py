@@ -1,4 +1,4 @@
-"""What the records of one sweep share: their labels, what a run really did, and the file they are appended to."""
+"""The records of one sweep: their labels, the densities that a run achieved, and the file they are appended to."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def model_labels(loaded: LoadedModel, options: ModelOptions, label: str | None =
 
 
 def sources_of(loaded: LoadedModel, selection: Selection, documents: object = None) -> dict[str, str | None]:
-    """What a run was made from, for its record: twelve hex digits that tell this checkpoint, these predictors, this
-    budget and this text from others of the same name. None where there is none (a collective call)."""
+    """What a run was made from, for its record: twelve hex digits that identify the checkpoint, and likewise the
+    predictors, the budget and the text. Names can be equal, these are not. None where there is none (a collective
+    call)."""
 
     def hashes() -> dict[str, str | None]:
         predictors, budget = selection.predictors, selection.budget()
@@ -86,7 +87,7 @@ def selection_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
 
 
 def run_labels(selection: Selection, num_layers: int) -> dict[str, Any]:
-    """`selection_labels`, and what tells two runs of one method apart: the folder of predictors, the tokens that its
+    """`selection_labels`, and what distinguishes two runs of one method: the folder of predictors, the tokens that its
     thresholds were set on, the budget (`trained`: the one that the predictors were trained for), how far back the
     predictors look, and the rank of their stand-in."""
     labels = {**selection_labels(selection, num_layers), "predictors": None, "density_budget": None}

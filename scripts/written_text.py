@@ -124,7 +124,7 @@ def write_batch(
     num_words: int = 0,
     on_token: Callable[[], object],
 ) -> list[list[int]]:
-    """Token ids of consecutive documents; `on_token` hears of each token that is drawn (a collective call)."""
+    """Token ids of consecutive documents; `on_token` is called after each token that is drawn (a collective call)."""
     model, context = loaded.model, _context(loaded)
     eos = loaded.eos_token_ids
     # A row that ends makes the step that already runs worthless, and with many rows one ends nearly every step. Then it

@@ -3,8 +3,8 @@
 The sparse model is the dense one with forward hooks: each MLP's activations are masked by its predictor, its output
 gains its stand-in. The mask is hard in the forward pass; in the backward pass a score's gradient flows as through a
 sigmoid (straight-through estimator, Bengio et al. 2013). A layer's threshold is a quantile of its scores, so raising
-one score pushes another unit out: the gradient counts that, else every unit hears "being on is better", none pays for
-it, and training diverges. The model's own weights never change. Loss: KL divergence of the sparse model's next-token
+one score pushes another unit out. The gradient includes that effect: without it, it would raise every score at once,
+and training would diverge. The model's own weights never change. Loss: KL divergence of the sparse model's next-token
 distribution from the dense model's (Hinton et al. 2015), nats per token. Now and then it is measured on held-out text,
 and the best state seen is the one that is kept, the start included.
 

@@ -86,7 +86,7 @@ class TrainingRows:
         return torch.from_numpy(tokens[: count * window].reshape(count, window).astype(np.int64)).to(self.device)
 
     def identity(self) -> dict[str, Any]:
-        """What tells this training data from any other of the same size: model, layers read, text."""
+        """What identifies this training data: model, layers read, text."""
         return {
             "config_hash": self.store.layout.config_hash,
             "weights": weights_sample(self.model),

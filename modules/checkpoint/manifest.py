@@ -117,7 +117,7 @@ def check_small_files(directory: Path, manifest: Manifest) -> None:
 
 
 def check_part_file(path: Path, manifest: Manifest) -> None:
-    """ValueError if a part's file is not the one that the manifest records, as far as its table of contents tells."""
+    """ValueError if a part's file is not the one that the manifest records, as far as its table of contents shows."""
     recorded = {name: record.directory_sha256 for name, record in manifest.files.items()}
     if (expected := recorded.get(path.name)) is None:
         # Older manifests: torch.save puts the file's name, as it was written, before the names of all records.

@@ -44,7 +44,7 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class TensorSource(Protocol):
-    """Anything that hands out a checkpoint's tensors by part, under Hugging Face's names without layer prefix."""
+    """Anything that returns a checkpoint's tensors by part, under Hugging Face's names without layer prefix."""
 
     def read_part(self, part: str) -> dict[str, Tensor]:
         """key -> tensor; a tensor may be a view of a mapped file, so copy what you keep."""
@@ -290,7 +290,7 @@ def _shards(directory: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def checkpoint_fingerprint(directory: str | Path) -> str:
-    """A hash that tells whether ranks were given the same checkpoint, from a few blocks of each file.
+    """A hash that shows whether ranks were given the same checkpoint, from a few blocks of each file.
 
     It covers config.json, the weight files' names and sizes, and SAMPLED_BLOCKS of each, first and last among them.
     The last holds check sums that torch.save writes: a .pt or .bin file written anew with one other weight is seen.

@@ -1,7 +1,7 @@
-"""Writing a checkpoint folder: part by part, with the sums of all files, under its name when it is whole or not at all.
+"""Writing a checkpoint folder, part by part, with the sums of all files. It gets its name only when it is complete.
 
-Until then it is `<name>.partial`. What it takes the place of is `<name>.replaced` between two renames; `recover` puts
-right what a kill leaves at any moment.
+Until then it is `<name>.partial`. An older folder of that name is renamed to `<name>.replaced` first, and removed
+afterwards. `recover` repairs the state after a kill at any moment.
 """
 
 import datetime
@@ -173,8 +173,8 @@ class CheckpointWriter:
 
 
 def recover(output_dir: Path) -> None:
-    """Put right what a killed writer has left: between its two renames the new folder is whole and takes its place;
-    a folder that is not whole is removed."""
+    """Repair the state after a writer was killed. Between its two renames the new folder is complete, and gets its
+    name; an incomplete folder is removed."""
     partial, replaced = _partial(output_dir), replaced_dir(output_dir)
     if replaced.is_dir() and not output_dir.exists():
         # The manifest is written last.

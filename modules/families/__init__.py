@@ -1,1 +1,1 @@
-"""What Hugging Face calls things, a file per model family: configs and tensor names. Nobody else knows a family."""
+"""What Hugging Face calls things, a file per model family: configs and tensor names. No other code names a family."""

@@ -59,7 +59,7 @@ class Plain:
 
 
 def multiply(states: Tensor, weight: Tensor, memory: Tensor | None = None) -> Tensor:
-    """[..., in] @ [in, out]. What a GPU sums up in float32 it hands out in float32, whatever the weights' type; unless
+    """[..., in] @ [in, out]. A GPU sums in float32, and returns float32, whatever the weights' type; unless
     it is to be left in `memory` [rows, out], in the type that this has.
 
     Rounded to half precision, two nearly equal logits, or the partial sums of two ranks, would no longer be told apart.

@@ -1,4 +1,4 @@
-"""A matrix-vector product whose input is a residual junction that nobody has computed yet.
+"""A matrix-vector product whose input is a residual junction that is not computed yet: the product computes it, too.
 
     outputs[r, j] = weight[j] . x[r] + linear_bias[j],    x = norm(residual + partial + bias), see deferred_norm
 

@@ -325,7 +325,7 @@ def all_reduce_norm(
 def verify_transport(workspace: Workspace, gather: Callable[[Any], list[Any]]) -> None:
     """Give up multicast in `workspace` unless its sums are right on every rank, said once (a collective call).
 
-    `gather` returns everybody's value in order of ranks (`workspace.gatherer`). Not while a CUDA graph is captured.
+    `gather` returns all ranks' values in order (`workspace.gatherer`). Not while a CUDA graph is captured.
     """
     if workspace.transport != "multimem":
         return
@@ -351,7 +351,7 @@ def verify_transport(workspace: Workspace, gather: Callable[[Any], list[Any]]) -
 
 
 def sums(workspace: Workspace, partial: Tensor) -> Tensor:
-    """float32 [T, D]: this rank's copy of the rounded sum of everybody's `partial`."""
+    """float32 [T, D]: this rank's copy of the rounded sum of all ranks' `partial`."""
     workspace.partial(len(partial)).copy_(partial)
     hidden, _ = all_reduce_norm(
         workspace, len(partial), None, None, None, None, kind="none", eps=0.0, strategy="two-shot"

@@ -176,7 +176,7 @@ def begin(workspace: Workspace, num_tokens: int = 0, *, copies: bool = False) ->
 
     A collective call, with which a CUDA graph that holds all_reduce_norm begins, and so does whatever follows a replay.
     `num_tokens`, and whether calls are made of `copies`: of all that follow until the next one. Ranks that differ in
-    them are a CUDA error here; among calls made of copies nothing else would tell.
+    them are a CUDA error here; among calls made of copies nothing else would show it.
     """
     run_barrier(workspace, BEGIN_TAG - (2 * num_tokens + copies))
     workspace.partial_idx = 0

@@ -218,7 +218,7 @@ def require_stated_multicast() -> None:
 
 
 def gatherer(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
-    """A function that returns everybody's value in order of ranks (a collective call)."""
+    """A function that returns all ranks' values in order (a collective call)."""
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * group.size()

@@ -1,7 +1,7 @@
 """Decode steps looked at one by one: what they compute, say, read and cost.
 
 `measure_achieved`: what a sparse model really computed and said on texts it has decoded, by one masked pass over them
-that selects for every token as decoding does (sparse phases `all`). It tells, without asking the decode path itself,
+that selects for every token as decoding does (sparse phases `all`). It finds, without the decode path itself,
 the share of units each token computes, the share that any row of a batch computes at the same place (their union, whose
 weights a step must read), and the log-probabilities that decoding must have had.
 
@@ -96,7 +96,7 @@ def measure_achieved(model: Decoder, texts: Sequence[Sequence[int]], num_prompt:
 
 @contextmanager
 def watched(model: Decoder, start: int, shares: Shares) -> Iterator[None]:
-    """While it lasts, `shares` hears what is computed for the tokens from place `start` on."""
+    """Context in which `shares` receives what is computed for the tokens from place `start` on."""
     holders: list[tuple[Any, Selector]] = []
     hooks: list[Any] = []
     for layer_idx in model.layers:

@@ -130,7 +130,7 @@ def _cuda_samples(run_pass: Callable[[], None], num_warmup: int, num_samples: in
 def num_cold_sets(num_bytes: int, device: torch.device | str) -> int:
     """How many argument sets of `num_bytes` each must take turns so that none is still in the L2 cache.
 
-    On a CPU, whose cache sizes torch does not tell, 256 MiB in all.
+    On a CPU, whose cache sizes torch does not report, 256 MiB in all.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"

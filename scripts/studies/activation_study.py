@@ -65,7 +65,7 @@ def activation_study(
     on_step: Callable[[int, int], object] | None = None,
 ) -> list[Measure]:
     """All points, over windows int64 [W, T] of real tokens, T and W at least 2. Look-aheads (of `reuse_layers`) that no
-    layer has are left out. `on_step` hears (chunks of text done, chunks in all). Leaves the model dense. ValueError for
+    layer has are left out. `on_step` gets (chunks of text done, chunks in all). Leaves the model dense. ValueError for
     a model that is cut, shares outside (0, 1], look-aheads below 1, too little text.
     """
     num_layers, num_neurons = model.config.num_hidden_layers, model.config.intermediate_size

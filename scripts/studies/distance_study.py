@@ -82,7 +82,7 @@ def distance_study(
     (None: all; see `spread_layers`). Perplexity is measured at `perplexity_lookaheads` with the automatic rank and all
     text, on the first `perplexity_windows` test windows, one kind of block sparse at a time; it needs predictors of all
     layers.
-    Look-aheads that no measured layer has are left out. `on_step` hears (steps done, steps in all).
+    Look-aheads that no measured layer has are left out. `on_step` gets (steps done, steps in all).
 
     Of both texts the inputs of as many layers as the largest look-ahead are kept on the device, in the model's type.
     Leaves the model dense. ValueError for a model that is cut, for choices that do not fit the model or the text (see

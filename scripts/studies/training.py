@@ -131,7 +131,7 @@ def train_model(
 ) -> list[tuple[int, float]]:
     """Train a float32 model in place on a stream of token ids [N]; returns (steps done, loss of the last one) as read.
 
-    `compute_dtype` None: bfloat16 on a GPU, float32 elsewhere. `on_step` hears what is returned. ValueError for a
+    `compute_dtype` None: bfloat16 on a GPU, float32 elsewhere. `on_step` gets what is returned. ValueError for a
     model that is a part or no float32, windows beyond its context, ids beyond its vocabulary, or a loss or weights that
     stop being finite. Afterwards the model is in eval mode and its weights require no gradients.
     """

@@ -1,4 +1,4 @@
-"""Random units: what a method must beat to know anything."""
+"""Random units: a baseline that every useful method must beat."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ MAX_DRAWS = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 class RandomSelector:
-    """`count` random units for each token: nobody's method, but what a method must beat to know anything. The draw
+    """`count` random units for each token: a baseline that every useful method must beat. The draw
     depends on (seed, layer, block, position) alone, not on batching, order, device or cut; so tokens at the same
     position of two requests get the same units."""
 
