@@ -74,9 +74,18 @@ class HfConfig(msgspec.Struct, kw_only=True):
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: TokenId | None = None
+    # Families without windows have these keys, too: Hugging Face's cache drops positions outside of them.
+    is_causal: bool | None = None
+    attention_chunk_size: NumPositions | None = None
+    sliding_window: NumPositions | None = None
+    layer_types: list[str] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """As `ModelConfig` has them."""
+        """As `ModelConfig` has them; ValueError for attention over other positions than those before a token."""
+        if self.is_causal is False:
+            raise ValueError("is_causal=false is not supported: a token sees those before it only")
+        if self.attention_chunk_size is not None and self.attention_chunk_size < self.num_positions:
+            raise ValueError(f"attention_chunk_size={self.attention_chunk_size} is not supported; null: no chunks")
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -85,6 +94,16 @@ class HfConfig(msgspec.Struct, kw_only=True):
             "eos_token_ids": tuple(token_ids(self.eos_token_id)),
             "pad_token_id": self.pad_token_id,
         }
+
+    def refuse_windows(self, model_type: str) -> None:
+        """ValueError for a window in a family that has none."""
+        if self.sliding_window is not None and self.sliding_window < self.num_positions:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} is not supported of model_type {model_type!r}; set it to null "
+                "if a token sees all before it; model_type 'mistral' and 'qwen2' have windows"
+            )
+        if others := sorted(set(self.layer_types or ()) - {"full_attention"}):
+            raise ValueError(f"layer_types has {others[0]!r}, which is not supported of model_type {model_type!r}")
 
     @property
     def num_positions(self) -> int:

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023; Llama 3), and what the families that descend from it share."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -37,6 +37,8 @@ class HfRope(msgspec.Struct, kw_only=True):
 
     @property
     def kind(self) -> str:
+        if self.rope_type is not None and self.type not in (None, self.rope_type):
+            raise ValueError(f"rope type is {self.type!r}, but {self.rope_type!r} as rope_type; make them one")
         return self.rope_type or self.type or "default"
 
 
@@ -55,6 +57,16 @@ class LlamaConfig(HfConfig, kw_only=True):
     original_max_position_embeddings: NumPositions | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
+
+    @classmethod
+    def read(cls, hf: dict[str, Any]) -> Self:
+        """Of a `config.json`; ValueError for rotary keys that are of no kind that there is here."""
+        read = convert_json(hf, cls, "config")
+        read._rope()  # says what kinds there are
+        for name in ("rope_parameters", "rope_scaling"):
+            if unknown := (hf.get(name) or {}).keys() - set(HfRope.__struct_fields__):
+                raise ValueError(f"{name} has an unknown key {', '.join(sorted(unknown))}")
+        return read
 
     def layer(self, *, qkv_bias: bool, output_bias: bool, mlp_bias: bool) -> LayerSpec:
         """A layer, without a window."""
@@ -91,23 +103,23 @@ class LlamaConfig(HfConfig, kw_only=True):
         """From `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (hub files). ValueError where a file
         has both and they differ: readers of either would compute different models."""
         newer, older = self.rope_parameters, self.rope_scaling
-        theta = self.rope_theta or (older.rope_theta if older is not None else None) or 10000.0
-        if newer is not None:
-            if newer.rope_theta is not None:
-                if self.rope_theta not in (None, newer.rope_theta):
-                    raise ValueError(
-                        f"rope_theta is {self.rope_theta}, but {newer.rope_theta} in rope_parameters; make them one"
-                    )
-                theta = newer.rope_theta
-            if older is not None and self._scaling(older) != self._scaling(newer):
-                raise ValueError("rope_scaling differs from rope_parameters; make them one")
+        theta = self.rope_theta
+        for name, rope in (("rope_scaling", older), ("rope_parameters", newer)):
+            if rope is not None and rope.rope_theta is not None:
+                if theta not in (None, rope.rope_theta):
+                    raise ValueError(f"rope_theta is {theta}, but {rope.rope_theta} in {name}; make them one")
+                theta = rope.rope_theta
+        if newer is not None and older is not None and self._scaling(older) != self._scaling(newer):
+            raise ValueError("rope_scaling differs from rope_parameters; make them one")
         parameters = newer or older or HfRope()
         if (parameters.partial_rotary_factor or self.partial_rotary_factor or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor other than 1.0 is not supported")
-        return Rope(theta=theta, scaling=self._scaling(parameters))
+        return Rope(theta=theta or 10000.0, scaling=self._scaling(parameters))
 
     def _scaling(self, rope: HfRope) -> RopeScaling | None:
         if rope.kind == "default":
+            if rope.rope_type is None and rope.type is None and rope.factor not in (None, 1.0):
+                raise ValueError(f"rotary positions have factor={rope.factor}, but no rope_type; say linear or llama3")
             return None
         names = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(rope.kind)
         if names is None:
@@ -152,7 +164,8 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
 
 
 def _parse(hf: dict[str, Any]) -> ModelConfig:
-    read = convert_json(hf, LlamaConfig, "config")
+    read = LlamaConfig.read(hf)
+    read.refuse_windows("llama")
     has_bias = bool(read.attention_bias)
     layer = read.layer(qkv_bias=has_bias, output_bias=has_bias, mlp_bias=bool(read.mlp_bias))
     return read.model("llama", (layer,) * read.num_hidden_layers)

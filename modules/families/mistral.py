@@ -6,7 +6,6 @@ Its GGUF files say that they are Llama's, and have no window.
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from data.files import convert_json
 from modules.config import ModelConfig
 from modules.families.llama import LLAMA, LlamaConfig, llama_keys
 from modules.specs import NumPositions, Size, Sliding
@@ -22,7 +21,7 @@ class MistralConfig(LlamaConfig, kw_only=True):
 
 
 def _parse(hf: dict[str, Any]) -> ModelConfig:
-    read = convert_json(hf, MistralConfig, "config")
+    read = MistralConfig.read(hf)
     if read.layer_types is not None:
         raise ValueError("layer_types is not supported: all layers of a Mistral have the same window")
     layer = read.layer(qkv_bias=False, output_bias=False, mlp_bias=False)

@@ -24,6 +24,7 @@ class OptConfig(HfConfig, kw_only=True):
 
 def _parse(hf: dict[str, Any]) -> ModelConfig:
     read = convert_json(hf, OptConfig, "config")
+    read.refuse_windows("opt")
     layer = LayerSpec(
         attention=Grouped(
             num_attention_heads=read.num_attention_heads,

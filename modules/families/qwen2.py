@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from data.files import convert_json
 from modules.config import ModelConfig
 from modules.families.family import Gguf
 from modules.families.llama import GGUF_LAYER, LLAMA, LlamaConfig, llama_keys
@@ -22,13 +21,15 @@ class Qwen2Config(LlamaConfig, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: NumPositions | None = 4096
     max_window_layers: int = 28
-    layer_types: list[Kind] | None = None
+    layer_types: list[Kind] | None = None  # type: ignore[assignment]
 
     def windows(self) -> list[Sliding | None]:
         """The window of each layer: of those from `max_window_layers` on, unless the file lists them."""
         size, count = self.sliding_window if self.use_sliding_window else None, self.num_hidden_layers
         first = count if size is None else max(0, self.max_window_layers)
-        kinds = self.layer_types or [SLIDING if idx >= first else FULL for idx in range(count)]
+        kinds = self.layer_types
+        if kinds is None:
+            kinds = [SLIDING if idx >= first else FULL for idx in range(count)]
         if len(kinds) != count:
             raise ValueError(f"layer_types lists {len(kinds)} layers, num_hidden_layers is {count}")
         if size is None and SLIDING in kinds:
@@ -37,7 +38,7 @@ class Qwen2Config(LlamaConfig, kw_only=True):
 
 
 def _parse(hf: dict[str, Any]) -> ModelConfig:
-    read = convert_json(hf, Qwen2Config, "config")
+    read = Qwen2Config.read(hf)
     layer = read.layer(qkv_bias=True, output_bias=False, mlp_bias=False)
     layers = (replace(layer, attention=replace(layer.attention, window=window)) for window in read.windows())
     return read.model("qwen2", tuple(layers))

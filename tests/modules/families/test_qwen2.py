@@ -51,6 +51,7 @@ def test_layers_have_the_windows_that_the_flags_say(change: dict[str, Any], wind
     [
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types has 'sliding_attention', but use_sliding_window"),
         ({"layer_types": ["full_attention"]}, "layer_types lists 1 layers, num_hidden_layers is 3"),
+        ({"layer_types": []}, "layer_types lists 0 layers, num_hidden_layers is 3"),
         ({"layer_types": ["chunked_attention"] * 3}, r"`layer_types\[0\]`: invalid enum value 'chunked_attention'"),
         ({"use_sliding_window": "yes"}, "`use_sliding_window`: expected `bool`, got `str`"),
     ],

@@ -156,11 +156,32 @@ def test_a_value_of_a_wrong_type_size_or_depth_is_one_line_that_names_its_key(hf
         ({"vocab_size": None}, "`vocab_size`: expected `int`, got `null`"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0, but 500000.0 in rope_parameters"),
         ({"rope_parameters": {}, "rope_scaling": LLAMA3_SCALING}, "rope_scaling differs from rope_parameters"),
+        ({"rope_scaling": {"rope_theta": 777.0}}, "rope_theta is 10000.0, but 777.0 in rope_scaling; make them one"),
+        ({"rope_scaling": {"factor": 4.0}}, "factor=4.0, but no rope_type; say linear or llama3"),
+        ({"rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 2.0}}, "type is 'yarn', but 'linear' as"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2]}}, "has an unknown key mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "has an unknown key full_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 32}}, "rope type 'yarn' is not supported; supported:"),
+        ({"is_causal": False}, "is_causal=false is not supported"),
+        ({"attention_chunk_size": 4}, "attention_chunk_size=4 is not supported"),
+        ({"sliding_window": 4}, "sliding_window=4 is not supported of model_type 'llama'; set it to null"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types has 'sliding_attention', which is not supported of"),
     ],
 )
 def test_what_is_wrong_in_a_hugging_face_config_is_said(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         from_hf_config(LLAMA | change)
+
+
+@pytest.mark.parametrize("hf_config", [LLAMA, OPT], ids=lambda hf: hf["model_type"])
+def test_windows_of_a_family_that_has_none_may_be_said_to_be_none(hf_config: dict[str, Any]) -> None:
+    harmless = {"sliding_window": 64, "attention_chunk_size": 64, "layer_types": ["full_attention"] * 3}
+    assert from_hf_config(hf_config | harmless | {"is_causal": True}) == from_hf_config(hf_config)
+    assert from_hf_config(hf_config | {"sliding_window": None, "layer_types": None}) == from_hf_config(hf_config)
+    with pytest.raises(
+        ValueError, match=f"sliding_window=63 is not supported of model_type '{hf_config['model_type']}'"
+    ):
+        from_hf_config(hf_config | {"sliding_window": 63})
 
 
 def test_a_written_config_is_read_alike_by_older_and_newer_transformers() -> None:
