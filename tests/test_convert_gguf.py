@@ -40,6 +40,7 @@ def write_gguf(
     add_bos: bool | None = False,
     ends: dict[str, int] | None = None,
     tokens: Callable[[gguf.GGUFWriter], None] | None = None,
+    metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
     """A GGUF of `tiny_hf_model(hf_config)`, as llama.cpp's converter lays it out, with a byte-level tokenizer."""
     config = from_hf_config(hf_config)
@@ -55,6 +56,7 @@ def write_gguf(
     writer.add_rope_freq_base(hf_config["rope_theta"])
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    metadata(writer)
     if tokens is not None:
         tokens(writer)
     else:
@@ -179,6 +181,26 @@ def test_llama3_frequencies_of_a_gguf_become_its_rope_scaling(tmp_path: Path) ->
     assert tokenizer.tokenize("12345") == ["123", "4", "5"]  # cut into three digits; a whole token needs no merge
     assert tokenizer("a").input_ids[0] == 1
     assert_read_by_older_transformers(tmp_path / "out", scaled)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_scaling_factor_without_a_type_is_linear_as_in_llama_cpp(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, GGUF, metadata=lambda writer: writer.add_float32(f"llama.{key}", 4.0))
+    expected = from_hf_config(GGUF | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    assert GgufFile(path).config == expected
+    write_gguf(path, GGUF, metadata=lambda writer: writer.add_float32(f"llama.{key}", 1.0))
+    assert GgufFile(path).config == from_hf_config(GGUF)
+
+
+def test_a_gguf_whose_attention_is_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, GGUF, metadata=lambda writer: writer.add_sliding_window(16))
+    with pytest.raises(ValueError, match=r"tiny\.gguf: config: sliding_window=16 is not supported"):
+        convert(path)
+    write_gguf(path, GGUF, metadata=lambda writer: writer.add_causal_attention(False))
+    with pytest.raises(ValueError, match=r"tiny\.gguf: config: is_causal=false is not supported"):
+        convert(path)
 
 
 def test_a_gguf_with_a_tokenizer_that_cannot_be_built_is_one_line(

@@ -108,12 +108,20 @@ class GgufFile:
         if "token_embd.weight" not in self._tensors:
             raise ValueError(f"{self.path}: missing token_embd.weight")
         rope = Rope(theta=self.field(f"{of_family}.rope.freq_base", 10000.0))
-        scaling = self.field(f"{of_family}.rope.scaling.type")
+        # As llama.cpp reads them: a factor without a type is linear, and older files have another name for it.
+        factor = self.field(f"{of_family}.rope.scaling.factor", self.field(f"{of_family}.rope.scale_linear"))
+        scaling = self.field(f"{of_family}.rope.scaling.type", "linear" if factor not in (None, 0.0, 1.0) else None)
         if scaling == "linear":
-            rope = replace(rope, scaling=RopeScaling(kind="linear", factor=required("rope.scaling.factor")))
+            if factor is None:
+                raise ValueError(f"{self.path}: GGUF metadata lacks {of_family}.rope.scaling.factor")
+            rope = replace(rope, scaling=RopeScaling(kind="linear", factor=factor))
         elif scaling not in (None, "none"):
             raise ValueError(f"{self.path}: rope scaling {scaling!r} is not supported; convert the original checkpoint")
+        # Said by few files, and then a family refuses what it does not compute.
+        others = {"sliding_window": self.field(f"{of_family}.attention.sliding_window")}
+        others["is_causal"] = self.field(f"{of_family}.attention.causal")
         return {
+            **{name: value for name, value in others.items() if value is not None},
             "architectures": [self.gguf.hf_class],
             "model_type": self.model_type,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
