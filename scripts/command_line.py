@@ -108,11 +108,16 @@ def _run(
 
 @contextlib.contextmanager
 def _only_writing_run(options: object) -> Iterator[None]:
-    """Hold the locks of what the options say to write; the first rank does, and fails for all."""
+    """Hold the locks of what the options say to write; the first rank does, and fails for all. An OSError for a folder
+    in the place of a file, or the other way round, comes before the work instead of after it."""
     with contextlib.ExitStack() as held:
         for name in ("output", "output_dir"):
             output = getattr(options, name, None)
             if isinstance(output, Path) and os.environ.get("RANK", "0") == "0":
+                if name == "output" and output.is_dir():
+                    raise IsADirectoryError(f"--output {output} is a folder; give a file")
+                if name == "output_dir" and output.exists() and not output.is_dir():
+                    raise NotADirectoryError(f"--output-dir {output} is a file; give a folder")
                 held.enter_context(only_writer(output))
         yield
 

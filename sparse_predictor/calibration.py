@@ -105,7 +105,9 @@ class LayerCalibration:
         """ValueError for a statistic that is not of this model's shape."""
         for name, value in self.statistics.items():
             if tuple(value.shape) != expected[name]:
-                raise ValueError(f"{where}.{name} has shape {tuple(value.shape)}, expected {expected[name]}")
+                raise ValueError(
+                    f"{where}.{name} has shape {tuple(value.shape)}, expected {expected[name]}; train again"
+                )
 
     def require(self, name: str, method: str) -> Tensor:
         """A statistic that a method cannot do without."""

@@ -210,6 +210,22 @@ class WritingFolder:
     output_dir: Path
 
 
+def test_an_output_of_the_wrong_kind_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, seen = tmp_path / "file", list[object]()
+    file.touch()
+    for options_class, flag, path, message in (
+        (Writing, "--output", tmp_path, "is a folder; give a file"),
+        (WritingFolder, "--output-dir", file, "is a file; give a folder"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            run_stage(seen.append, options_class, [flag, str(path)])
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err == f"error: {flag} {path} {message}\n"
+    assert seen == []
+
+
 @pytest.mark.parametrize("options_class", [Writing, WritingFolder])
 def test_one_run_at_a_time_writes_an_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options_class: type
