@@ -20,7 +20,7 @@ from torch import Tensor
 from modules.decoder import Decoder
 from modules.graphs import DecodeGraphs, StepInputs, StepResult
 from modules.requests import RunningRequest
-from modules.sampling import NoChoiceError, NonFiniteLogitsError, SamplingParams, check_finite, penalised, sample
+from modules.sampling import NoChoiceError, NonFiniteLogitsError, SamplingParams, check_logits, penalised, sample
 from modules.scoring import chosen_logprobs, logprobs_at, pad_right
 from modules.sparsity import BLOCKS, Block, Phase
 from modules.thinned_input import weights_read
@@ -180,7 +180,7 @@ class Microbatch:
         rows = [self.rows[row] for row in self.step.rows]
         try:
             if any(row.history is not None for row in rows):
-                check_finite(logits)
+                check_logits(logits)
                 logits = penalised(logits, [row.history for row in rows])
             return sample(logits, [row.request.sampling for row in rows], [len(row.token_ids) for row in rows])
         except NoChoiceError as error:

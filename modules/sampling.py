@@ -147,7 +147,7 @@ def stream_uniforms(streams: Tensor, steps: Tensor) -> Tensor:
     return _shifted(stream_element(streams, steps), 11).double() * 2.0**-53
 
 
-def check_finite(logits: Tensor) -> None:
+def check_logits(logits: Tensor) -> None:
     """Raise NonFiniteLogitsError naming the rows of [B, V] that cannot be sampled. -inf (padding of the
     vocabulary, a banned token) is allowed: such a token is never chosen."""
     good = logits.amax(-1).isfinite()  # NaN and +inf win a maximum; -inf does so only if nothing is finite
@@ -167,7 +167,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], steps: Sequence[int
     """
     if not len(params) == len(steps) == logits.shape[0]:
         raise ValueError(f"sample: {logits.shape[0]} rows of logits, {len(params)} params, {len(steps)} steps")
-    check_finite(logits)
+    check_logits(logits)
     rows = [row for row, row_params in enumerate(params) if row_params.temperature > 0.0]
     if not rows:
         return greedy(logits)

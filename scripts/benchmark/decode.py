@@ -99,7 +99,7 @@ def check_shallow(options: Options, device: torch.device) -> None:
         cases.append((options.dtype, SHALLOW_HALF))
     for dtype, limits in cases:
         subject = load_subject(replace(options, dtype=dtype), device, num_layers=SHALLOW_LAYERS)
-        check_method(options, subject.model.config)
+        check_model(options, subject.model.config)
         model, mesh, check = subject.model, ParallelMesh.single(device), DecodingCheck(sparse=True, limits=limits)
         batches = {size: subject.requests(size, options.new_tokens) for size in options.batch_size}
         with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def run(options: Options) -> list[Record]:
         check_shallow(options, device)
     subject = load_subject(options, device)
     model, mesh = subject.model, ParallelMesh.single(device)
-    check_method(options, model.config)
+    check_model(options, model.config)
     sizes = options.batch_size
     batches = {size: subject.requests(size, options.new_tokens) for size in sizes}
     if options.method != "dense" and subject.is_trained:  # what does not fit fails now, not after the dense run
@@ -211,7 +211,7 @@ def check_options(options: Options) -> None:
         selection_of(options, options.predictors).check()
 
 
-def check_method(options: Options, config: ModelConfig) -> None:
+def check_model(options: Options, config: ModelConfig) -> None:
     """ValueError for a method that does not fit the model, before anything is timed."""
     if options.method != "dense":
         find_method(options.method).check(config, chooses_heads=options.head_density < 1.0, is_cut=False)

@@ -28,7 +28,7 @@ from scripts.studies.drift_sources import check_calibration
 from scripts.studies.trained_models import (
     TrainedStudyOptions,
     TrainingText,
-    finished_records,
+    complete_records,
     keep_records,
     prepare_text,
     score,
@@ -151,7 +151,7 @@ def run_model(options: Options, text: TrainingText, output: RecordFile, variant:
     }
     settings = options.settings()
     made = {"training": identity, "study": asdict(settings)}
-    if (finished := finished_records(output, NAME, labels, made)) is not None:
+    if (finished := complete_records(output, NAME, labels, made)) is not None:
         logger.info(f"{variant}, seed {seed}: its records are in {options.output}")
         return finished
     train_once(

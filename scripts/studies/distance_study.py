@@ -86,7 +86,7 @@ def distance_study(
 
     Of both texts the inputs of as many layers as the largest look-ahead are kept on the device, in the model's type.
     Leaves the model dense. ValueError for a model that is cut, for choices that do not fit the model or the text (see
-    `distance_plan`), for fewer than two test windows.
+    `distance_measures.make_plan`), for fewer than two test windows.
     """
     config = model.config
     if model.links is not None or model.shards:

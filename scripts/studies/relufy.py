@@ -33,7 +33,7 @@ from scripts.studies.drift_sources import check_calibration
 from scripts.studies.trained_models import (
     TrainedStudyOptions,
     TrainingText,
-    finished_records,
+    complete_records,
     keep_records,
     loss_record,
     perplexity_record,
@@ -133,7 +133,7 @@ def run_variant(
     identity = identity_of(directory, text, training, variant)
     labels = labels_of(options, variant)
     made = {"training": identity}
-    if (finished := finished_records(output, RELUFICATION, labels, made)) is not None:
+    if (finished := complete_records(output, RELUFICATION, labels, made)) is not None:
         logger.info(f"{variant}: its records are in {options.output}")
         return finished
     if is_trained_on:
@@ -186,7 +186,7 @@ def run_sparse(
     labels = {**labels_of(options, variant), **selection_labels(selection, num_layers), "batch_size": 1}
     amounts = {name: getattr(options, name) for name in ("predictor_tokens", "prompt_tokens", "decode_tokens")}
     made = {"training": identity, "amounts": amounts}
-    if (finished := finished_records(output, RELUFICATION, labels, made, last="tokens_per_s")) is not None:
+    if (finished := complete_records(output, RELUFICATION, labels, made, last="tokens_per_s")) is not None:
         return finished
     train_predictors(options, text, folder, predictors, labels["dtype"])
     model = load_model(folder, dtype=options.study_dtype(), device=resolve_device(options.device))

@@ -389,7 +389,7 @@ def training_identity(options: TrainingOptions, text: TrainingText, **more: Any)
     return {**dataclasses.asdict(options), "text": text.identity, "num_tokens": options.num_tokens, **more}
 
 
-def finished_records(
+def complete_records(
     output: RecordFile,
     name: str,
     labels: Mapping[str, Any],
@@ -398,7 +398,7 @@ def finished_records(
     last: str = "loss",
 ) -> list[Record] | None:
     """The records under these labels and further ones (of sparse runs only if the labels say so), if all are there: the
-    metric that is written last tells. `made`: their parts that say how they came about, such as `training`.
+    metric that is written last shows it. `made`: their parts that say how they came about, such as `training`.
 
     ValueError if any of them, also of a run that was killed while it wrote, was made otherwise: new ones under the same
     labels would be taken for those.
