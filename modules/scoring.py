@@ -216,25 +216,6 @@ def check_window(model: Decoder, window: int) -> None:
         )
 
 
-def perplexity(
-    model: Decoder,
-    token_ids: Sequence[int],
-    *,
-    window: int = 2048,
-    stride: int | None = None,
-    max_windows: int | None = None,
-    batch_size: int = 1,
-    on_window: Callable[[Window, Likelihood], object] | None = None,
-) -> Likelihood:
-    """Likelihood of one text in windows (see `score_windows`), `max_windows` of them at most.
-
-    `on_window` is called with each window's own likelihood. ValueError if a window does not fit the context.
-    """
-    check_window(model, window)
-    windows = islice(score_windows(token_ids, window, stride), max_windows)
-    return windows_likelihood(model, windows, batch_size=batch_size, on_window=on_window)
-
-
 def windows_likelihood(
     model: Decoder,
     windows: Iterable[Window],

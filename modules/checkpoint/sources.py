@@ -190,21 +190,6 @@ class ShardFiles:
         return names
 
 
-class StateDict:
-    """Tensors in memory under Hugging Face's full names, as `model.state_dict()` gives them."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, shapes: Shapes, name: str) -> None:
-        self.tensors = tensors
-        self.name = name
-        self._name_of = locate_hf_names(dict.fromkeys(tensors, name), config, shapes)
-
-    def read_part(self, part: str) -> dict[str, Tensor]:
-        return {key: self.tensors[name] for (owner, key), name in self._name_of.items() if owner == part}
-
-    def where(self, part: str, key: str) -> str:
-        return f"{self.name}: {self._name_of[part, key]}"
-
-
 def locate_hf_names(
     hf_names: Mapping[str, str], config: ModelConfig, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
 ) -> dict[tuple[str, str], str]:

@@ -33,7 +33,6 @@ from modules.checkpoint.sources import (
     CONFIG_FILE,
     EMBEDDINGS,
     HEAD,
-    StateDict,
     TensorSource,
     check_finite,
     check_part,
@@ -216,20 +215,6 @@ def _part_record(path: Path, shapes: dict[str, list[int]]) -> PartRecord:
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def write_checkpoint(
-    output_dir: str | Path,
-    hf_config: Mapping[str, Any],
-    state_dict: Mapping[str, Tensor],
-    *,
-    model_id: str,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write a checkpoint from tensors in memory under Hugging Face's full names (`model.state_dict()`)."""
-    with only_writer(output_dir), CheckpointWriter(output_dir, hf_config, model_id=model_id, dtype=dtype) as writer:
-        for _ in writer.write_parts(StateDict(state_dict, writer.config, writer.shapes, model_id)):
-            pass
 
 
 def write_model(

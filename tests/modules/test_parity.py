@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
-from modules.checkpoint.sources import StateDict
 from modules.families.registry import from_hf_config
 from tests.modules.families.parity import assert_close, assert_parity, logits_of
 from tests.modules.tiny_kinds import KINDS, OPT, random_tokens
-from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
+from tests.modules.tiny_models import StateDict, tiny_decoder, tiny_hf_model
 
 GOLDEN_LOSS = 5.66817752253038
 CACHED_KINDS = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import modules.scoring
 from modules.decoder import Decoder
-from modules.scoring import Likelihood, perplexity, score_tokens, score_windows, token_logprobs
+from modules.scoring import Likelihood, check_window, score_tokens, score_windows, token_logprobs, windows_likelihood
 from tests.modules.tiny_kinds import LLAMA, OPT, random_tokens
 from tests.modules.tiny_models import tiny_decoder, tiny_hf_model
 
@@ -122,7 +122,7 @@ def test_perplexity_is_hugging_faces_loss(hf_config: dict[str, object]) -> None:
         total += float(hf_model(ids, labels=ids).loss) * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
     for batch_size in (1, 3):
-        found = perplexity(model, text, window=32, batch_size=batch_size)
+        found = windows_likelihood(model, score_windows(text, 32), batch_size=batch_size)
         assert found.num_tokens == count
         assert math.isclose(found.nll_sum, total, rel_tol=1e-5)
     # With a stride: as Hugging Face's guide does it, labels masked for what an earlier window has scored.
@@ -133,21 +133,20 @@ def test_perplexity_is_hugging_faces_loss(hf_config: dict[str, object]) -> None:
         labels[0, : 12 if start else 0] = -100
         num_scored = int((labels[0, 1:] != -100).sum())
         total += float(hf_model(ids, labels=labels).loss) * num_scored
-    strided = perplexity(model, text, window=32, stride=20)
+    strided = windows_likelihood(model, score_windows(text, 32, 20))
     assert strided.num_tokens == 99
     assert math.isclose(strided.nll_sum, total, rel_tol=1e-5)
 
 
-def test_perplexity_stops_after_max_windows_and_reports_each(model: Decoder) -> None:
+def test_each_window_is_reported_and_one_beyond_the_context_refused(model: Decoder) -> None:
     text = random_tokens(1, 100)[0].tolist()
     heard: list[Likelihood] = []
-    found = perplexity(
-        model, text, window=16, max_windows=3, batch_size=2, on_window=lambda _, part: heard.append(part)
-    )
+    windows = score_windows(text[:48], 16)
+    found = windows_likelihood(model, windows, batch_size=2, on_window=lambda _, part: heard.append(part))
     assert [part.num_tokens for part in heard] == [15, 15, 15]
     assert math.isclose(sum(heard, Likelihood()).nll_sum, found.nll_sum)
     with pytest.raises(ValueError, match="window 65 does not fit the model's context of 64"):
-        perplexity(model, text, window=65)
+        check_window(model, 65)
 
 
 def test_likelihoods_merge_and_nothing_scored_is_an_error() -> None:

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from modules.cache import Cache
 from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
-from modules.checkpoint.sources import StateDict
 from modules.config import ModelConfig
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
@@ -22,7 +21,7 @@ from pipeline_parallel.engine import parallelise
 from pipeline_parallel.mesh import ParallelMesh
 from pipeline_parallel.tensor_parallel import apply_tensor_parallel, even_range, plan_heads
 from tests.modules.tiny_kinds import KINDS, LLAMA, random_tokens
-from tests.modules.tiny_models import tiny_hf_model
+from tests.modules.tiny_models import StateDict, tiny_hf_model
 
 SHAPES = {(24, 8): (1, 2, 3, 4, 8, 16), (9, 3): (1, 2, 3), (14, 2): (2, 4, 8), (15, 5): (2, 3)}
 SHAPES |= {(28, 4): (2,), (40, 8): (2, 4), (6, 6): (4,)}

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from modules.checkpoint.load import build_on_meta, checkpoint_shapes, load_weights
-from modules.checkpoint.sources import StateDict
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
 from modules.normalization import Norm
@@ -16,6 +15,7 @@ from pipeline_parallel.engine import parallelise
 from pipeline_parallel.fused_add_norm import FusedAddNorm, SymmetricOperator
 from pipeline_parallel.kernels.all_reduce_norm import owned_rows, reference_all_reduce_norm
 from pipeline_parallel.mesh import ParallelMesh
+from tests.modules.tiny_models import StateDict
 
 MAX_TOKENS = 24
 

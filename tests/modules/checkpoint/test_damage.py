@@ -11,9 +11,9 @@ import pytest
 
 from modules.checkpoint.load import load_config, load_model
 from modules.checkpoint.manifest import read_manifest, verify_checkpoint
-from modules.checkpoint.write import write_checkpoint, write_model
+from modules.checkpoint.write import write_model
 from tests.modules.tiny_kinds import LLAMA
-from tests.modules.tiny_models import same_weights, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_models import same_weights, tiny_decoder, tiny_hf_model, write_checkpoint
 
 
 @pytest.fixture

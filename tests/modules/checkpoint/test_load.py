@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modules.checkpoint.load import checkpoint_shapes, load_config, load_model, parts, random_model
-from modules.checkpoint.write import write_checkpoint
 from modules.families.registry import from_hf_config
 from tests.modules.tiny_kinds import KINDS, LLAMA, OPT, random_tokens
-from tests.modules.tiny_models import same_weights, save_hf_folder, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_models import same_weights, save_hf_folder, tiny_decoder, tiny_hf_model, write_checkpoint
 
 LAYOUT_KINDS = ["llama-tied", "llama-biases", "opt", "opt-post-norm-projected", "opt-no-final-norm", "opt-plain-norms"]
 

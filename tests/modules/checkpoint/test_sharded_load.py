@@ -17,13 +17,12 @@ from modules.checkpoint.load import (
     load_weights,
     random_model,
 )
-from modules.checkpoint.sources import StateDict, checkpoint_fingerprint
-from modules.checkpoint.write import write_checkpoint
+from modules.checkpoint.sources import checkpoint_fingerprint
 from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
 from modules.shards import Shard, set_parameter
 from tests.modules.tiny_kinds import KINDS, LLAMA
-from tests.modules.tiny_models import save_hf_folder, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_models import StateDict, save_hf_folder, tiny_decoder, tiny_hf_model, write_checkpoint
 
 CUT = re.compile(r".*\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)|embeddings\.tokens\.weight|lm_head\.weight")
 KINDS_TO_CUT = ["llama", "llama-tied", "llama-biases", "opt", "opt-untied", "opt-post-norm-projected"]

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from modules.checkpoint.load import load_model, random_model
-from modules.checkpoint.write import CheckpointWriter, hf_state_dict, write_checkpoint, write_model
+from modules.checkpoint.write import CheckpointWriter, hf_state_dict, write_model
 from modules.families.registry import from_hf_config
 from modules.shards import Shard
 from tests.modules.families.test_registry import MIXTURES, mixture
 from tests.modules.tiny_kinds import KINDS, LLAMA
-from tests.modules.tiny_models import same_weights, tiny_decoder, tiny_hf_model
+from tests.modules.tiny_models import same_weights, tiny_decoder, tiny_hf_model, write_checkpoint
 
 
 @pytest.fixture
