@@ -116,7 +116,7 @@ def _only_writing_run(options: object) -> Iterator[None]:
             if isinstance(output, Path) and os.environ.get("RANK", "0") == "0":
                 if name == "output" and output.is_dir():
                     raise IsADirectoryError(f"--output {output} is a folder; give a file")
-                if name == "output_dir" and output.exists() and not output.is_dir():
+                if name == "output_dir" and output.is_file():
                     raise NotADirectoryError(f"--output-dir {output} is a file; give a folder")
                 held.enter_context(only_writer(output))
         yield
