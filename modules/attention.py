@@ -1,6 +1,6 @@
 """Grouped-query attention over a static cache, with key-value groups as the units that can be skipped.
 
-Legend: B batch, T tokens, S cached positions, D hidden, N query heads, G key-value groups, R = N / G queries a
+Legend: B batch, T tokens, S cached positions, D hidden, N query heads, G key-value groups, R = N / G queries per
 group, H head_dim, A active groups.
 """
 
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         return fits and not self.thinned_parts()
 
     def sees_all_of(self, max_seqlen: int) -> bool:
-        """Whether a query sees all positions before it in texts of so many: kernels of a step know no window."""
+        """Whether a query sees all positions before it in texts of so many: kernels of a step have no window."""
         return self.spec.window is None or max_seqlen <= self.spec.window.size
 
     def new_cache(self, batch_size: int, max_seqlen: int) -> KVCache:
@@ -167,16 +167,16 @@ class Attention(nn.Module):
         return KVCache(shape, dtype=self.o_proj.compute_dtype, device=weight.device)
 
     def bytes_read(self, density: float) -> float:
-        """Bytes of the weights here that a token reads if this share of the groups is active: of queries and output so
-        much, of keys and values all."""
+        """Bytes of the weights here that a token reads if this share of the groups is active: that share of queries and
+        output, and all of keys and values."""
         chosen = self.q_proj.num_bytes + self.o_proj.num_bytes
         return density * chosen + self.k_proj.num_bytes + self.v_proj.num_bytes
 
     def cut(
         self, *, groups: tuple[int, int], query_heads: tuple[int, int], num_groups: int, queries_per_group: int
     ) -> dict[str, Shard]:
-        """Keep, of a block on `meta`, ranges of groups and of query heads, padded to so many; returns which part each
-        of its parameters then is, by name."""
+        """Cut a block on `meta` to ranges of groups and of query heads, padded to so many. Returns, by name, which part
+        of the full parameter each one then is."""
         size, spec = self.head_dim, self.spec
         rows = {
             "q_proj": (query_heads, num_groups * queries_per_group, spec.num_attention_heads),

@@ -1,6 +1,6 @@
 """A model's configuration: its layers, what is the model's as a whole, and the hash that names it on disk.
 
-Everybody reads values (`norm`, `layers`, ...), never a family's name. How a `config.json` spells them: see families.
+Other code reads values (`norm`, `layers`, ...), never a family's name. How a `config.json` spells them: see families.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class ModelConfig:
 
         Only what differs from a default is hashed, so a new field with a default changes no hash.
         """
-        return _hash({"version": HASH_VERSION, **told(self)})
+        return _hash({"version": HASH_VERSION, **non_defaults(self)})
 
     def version_1_hash(self) -> str | None:
         """As the first version hashed it: all fields, of the set that it had. None for a model that it had none for."""
@@ -202,7 +202,7 @@ def flat_fields(config: ModelConfig) -> FlatFields | None:
     return flat if flat.config() == config else None
 
 
-def told(spec: Any) -> dict[str, Any]:
+def non_defaults(spec: Any) -> dict[str, Any]:
     """What a spec says beyond its defaults, below the names of its class and fields: JSON, the text that is hashed."""
     values = {}
     for field in dataclasses.fields(spec):
@@ -210,9 +210,9 @@ def told(spec: Any) -> dict[str, Any]:
         if value == field.default:
             continue
         if dataclasses.is_dataclass(value):
-            value = told(value)
+            value = non_defaults(value)
         elif field.name == "layers":
-            value = [told(layer) for layer in value]
+            value = [non_defaults(layer) for layer in value]
         values[field.name] = value
     return {type(spec).__name__: values}
 

@@ -1,4 +1,4 @@
-"""One decode step in fused kernels: what they share, and the choices that are made before the block they are for.
+"""One decode step in fused kernels: the memory they share, and selections that are made before their block runs.
 
 A step of one row is bound by the bytes of the weights that it reads, so every half-block is a few kernels that stream
 weights and nothing else: the residual junction is a part of the kernel that follows it (`DeferredNorm`), sums go into
@@ -37,7 +37,7 @@ class StepSelector(Selector, Protocol):
 
 @runtime_checkable
 class EarlySelector(StepSelector, Protocol):
-    """A step selector whose choice, where it looks ahead, is made by kernels of blocks before (see early_selection)."""
+    """A step selector whose choice, with look-ahead, is made by kernels of earlier blocks (see early_selection)."""
 
     @property
     def scoring_rows(self) -> Tensor:
@@ -126,7 +126,7 @@ class DecodeStep:
         return self._thinned[layer_idx]
 
     def select(self, states: DeferredNorm, context: SelectionContext) -> Choice:
-        """What the block of a context computes, whose input is `states`: chosen now, or already."""
+        """The active units of the context's block, whose input is `states`: chosen now, or by an earlier kernel."""
         place = context.block, context.layer_idx
         selector = self.selectors[place]
         if self.max_lookahead:
@@ -140,7 +140,7 @@ class DecodeStep:
         return choose(selector, source, context, self._counters[self._places[place]])
 
     def extra_rows(self, block: Block, layer_idx: int, dtype: torch.dtype) -> ExtraRows | None:
-        """What a kernel that holds a block's input is to compute besides, for a layer that looks back at it."""
+        """Rows that a kernel with this block's input is to compute as well, for a later layer with look-ahead."""
         for target in range(layer_idx + 1, layer_idx + self.max_lookahead + 1):
             selector = self.selectors.get((block, target))
             learned = innermost(selector)
@@ -153,7 +153,7 @@ class DecodeStep:
         return None
 
     def early_selection(self) -> EarlySelection:
-        """The choices that have begun, for attention to make: from now on they count as made."""
+        """The selections that attention's kernel is to finish; from now on they count as made."""
         selection = EarlySelection()
         for (block, target), inner in list(self._inner.items()):
             learned = innermost(self.selectors[block, target])

@@ -103,7 +103,7 @@ class PipelineLinks(Protocol):
 
 
 class PrefillDriver(Protocol):
-    """Takes passes through the half-blocks in an order of its own (see pipeline_parallel.overlap)."""
+    """Runs passes through the half-blocks in another order (see pipeline_parallel.overlap)."""
 
     def __call__(self, token_ids: Tensor, forward_pass: ForwardPass) -> Tensor | None:
         """Hidden states [B, T, D] as of `Decoder.forward`; None, with nothing done, for a pass that it does not
@@ -348,8 +348,8 @@ class Decoder(nn.Module):
         )
 
     def stream(self, forward_pass: ForwardPass) -> ResidualStream:
-        """A stream of this model, still empty. In a fused step the junction is left to the kernel that follows it, or
-        made at once where ranks that share a layer have to add up first."""
+        """A stream of this model, still empty. In a fused step the junction is computed by the kernel that follows it,
+        or at once where ranks that share a layer have to add up first."""
         junction: AddNorm = self.add_norm
         if forward_pass.fused is not None:
             junction = self._reduce_in_step if self.shards else deferred_add_norm
@@ -389,7 +389,7 @@ class Decoder(nn.Module):
                 self.half_blocks[idx](stream)
 
     def step_logits(self, stream: ResidualStream) -> Tensor:
-        """[B, V], of a stream of one token a row behind the last half-block. Those of a single row of a fused step are
+        """[B, V], of a stream of one token per row after the last half-block. Those of a single row of a fused step are
         float32, from a kernel with the final norm in it."""
         states = stream.read()
         if isinstance(states, Tensor):

@@ -128,8 +128,8 @@ class FeedForward(nn.Module):
         )
 
     def cut(self, start: int, stop: int, num_units: int) -> dict[str, Shard]:
-        """Keep, of a block on `meta`, the neurons [start, stop), padded to so many; returns the part that each of its
-        parameters then is, by name."""
+        """Cut a block on `meta` to the neurons [start, stop), padded to so many. Returns, by name, which part of the
+        full parameter each one then is."""
         shard, shards = Shard.of_rows(start, stop, num_units, self.units.number), dict[str, Shard]()
         for name in ("gate_proj", "up_proj", "down_proj"):
             if (part := getattr(self, name)) is not None:

@@ -84,7 +84,7 @@ class ForwardPass:
         )
 
     def partial(self, projection: nn.Module, states: Tensor) -> Tensor:
-        """A block's part of the residual sum, projection(states) [B, T, D], left where it will be read."""
+        """A block's part of the residual sum, projection(states) [B, T, D], in the memory where it will be read."""
         if self.partial_memory is None or not isinstance(projection, Linear) or torch.is_grad_enabled():
             return projection(states)
         return projection(states, self.partial_memory(states.shape[:-1].numel()))

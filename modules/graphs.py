@@ -5,7 +5,7 @@ what the host decides (tokens, lengths) is copied into the graph's own inputs. O
 outside of the graph.
 
 Where a process has all layers, a graph also chooses the tokens and prepares its own inputs for the next step. That step
-is replayed before the host has read this one, so the device does not wait for the host, once a token. What the host
+is replayed before the host has read this one, so the device does not wait for the host once per token. What the host
 then asks for is mostly what already runs (`StepInputs` say so); else the step ahead is discarded. Ranks that share
 layers have the same logits, so they choose and discard alike; but they run ahead in greedy steps only, since a sampled
 one adds up probabilities in an order that may differ between devices.
@@ -97,7 +97,7 @@ class StepCounts(SparsityStats):
         super().__init__()
         self.calls: list[BlockCall] = []
         self._num_active: list[Tensor | ActiveSet] = []
-        self._thinned: list[tuple[ThinnedInput, int, int]] = []  # with its weights an entry, and its place among those
+        self._thinned: list[tuple[ThinnedInput, int, int]] = []  # with its weights per entry, and its place among those
 
     def count(
         self, context: SelectionContext, num_units: int, execution: str, active: ActiveSet | ActiveList | None

@@ -1,5 +1,5 @@
-"""What ranks send each other: sums and joins within a tensor-parallel group, hidden states along the pipeline; and the
-all-reduces of NCCL and torch, to measure ours against."""
+"""Communication between ranks: sums and joins within a tensor-parallel group, and hidden states along the pipeline;
+also the all-reduces of NCCL and torch, which ours are compared with."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ReducingAddNorm:
 
 
 class HandOff:
-    """Sends and receives along one pipeline, through buffers that are kept.
+    """Sends and receives along one pipeline, through buffers that are reused.
 
-    Two buffers are used alternately for sending, so that a stage computes on while its last result is on its way; a
-    buffer is written again only when its send is done.
+    Two buffers are used alternately for sending, so that a stage computes while its last result is being sent. A buffer
+    is written again only when its send is done.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -64,7 +64,7 @@ class HandOff:
         self._slot = 0
 
     def send(self, parts: list[Tensor]) -> None:
-        """Hand tensors to the next stage, the widest type first (so that all are aligned)."""
+        """Send tensors to the next stage, the widest type first (so that all are aligned)."""
         slot = self._slot
         self._slot = 1 - slot
         pending = self._sends[slot]

@@ -48,8 +48,8 @@ StrategyFor = Callable[[int], str]  # of a number of tokens: "one-shot", "two-sh
 
 
 class SymmetricOperator:
-    """The kernels, over the symmetric memory of GPUs of one host: sums, adds and normalises what the ranks of a group
-    hold. All of its calls are collective."""
+    """The kernels, over the symmetric memory of GPUs of one host: sum the partials of a group's ranks, add, normalise.
+    All of its calls are collective."""
 
     def __init__(self, workspace: Workspace, group: dist.ProcessGroup) -> None:
         self.workspace, self.group = workspace, group
@@ -214,7 +214,7 @@ def choose_all_reduce(model: Decoder, mesh: ParallelMesh, choice: AllReduce) -> 
 
 
 def describe_all_reduce(model: Decoder) -> str:
-    """What adds up the parts of a layer, for records: "none", "nccl" (on CPUs "gloo"), or the methods of the fused
+    """How the parts of a layer are summed, for records: "none", "nccl" (on CPUs "gloo"), or the methods of the fused
     junction and their transport, "one-shot/two-shot p2p"."""
     junction = model.add_norm
     if isinstance(junction, ReducingAddNorm):
@@ -233,7 +233,7 @@ def measured_tables(device: str, ranks: int, hidden_size: int) -> dict[str, Choi
 
 
 def why_not_fused(model: Decoder, mesh: ParallelMesh) -> str | None:
-    """What keeps a model from the fused junction; None: nothing (a collective call of the tensor-parallel group)."""
+    """Why a model cannot use the fused junction; None: it can (a collective call of the tensor-parallel group)."""
     hidden_size = model.config.hidden_size
     if mesh.device.type != "cuda":
         return f"the fused kernel needs GPUs that share memory, and the model is on {mesh.device.type}"

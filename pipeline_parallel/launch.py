@@ -1,4 +1,4 @@
-"""Joins the ranks that torchrun, or any launcher that sets its variables, has started; and takes them apart again."""
+"""Joins the ranks that torchrun, or a launcher that sets its variables, has started, and ends the group afterwards."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _current = Launch()
 
 
 def current_launch() -> Launch:
-    """The launch that `distributed` has entered; outside of it that of one process."""
+    """The `Launch` of the enclosing `distributed` block; outside of one, that of a single process."""
     return _current
 
 

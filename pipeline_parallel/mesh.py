@@ -112,7 +112,7 @@ class ParallelMesh:
         return values
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Everybody's tensors of one shape, added up (a collective call); small ones, on the CPU."""
+        """The sum of all ranks' tensors of one shape (a collective call); for small ones, on the CPU."""
         return torch.stack(self.gather(tensor)).sum(0)
 
     def describe(self, rank: int | None = None) -> str:

@@ -50,8 +50,8 @@ DEFAULT_PROGRAMS = 0
 
 
 class HalfCache(Cache):
-    """What attention of one half takes for the cache. It hands over the keys that attention reads, and writes to the
-    pass's own cache, if there is one; the first half keeps its keys and values of a layer for the second.
+    """The cache that attention of one half sees. It returns the keys that attention reads, and writes to the pass's own
+    cache, if there is one. The first half keeps its keys and values of a layer for the second.
 
     Only in passes that begin at an empty cache, or have none; elsewhere attention reads all from the cache itself.
     """
@@ -73,7 +73,7 @@ class HalfCache(Cache):
 
 @dataclass(kw_only=True)
 class Half(ResidualStream):
-    """One half on its way through the half-blocks: its junctions run on another stream of the device, `side`.
+    """The residual stream of one half; its junctions run on another stream of the device, `side`.
 
     `junction_behind(idx)` is what follows half-block `idx`, -1: the embeddings.
     """
@@ -114,8 +114,8 @@ class Half(ResidualStream):
 class Overlap:
     """A decoder's prefills in two halves from `min_tokens` tokens on, padding included; see the head of the file.
 
-    Left alone: passes of sparse models and those that hooks look into, and decode steps. To a model's statistics each
-    half is a call of its own.
+    Not split: passes of sparse models, passes of models with hooks, and decode steps. A model's statistics count each
+    half as a call.
     `junctions`: of each half. `points`: measured splits; none: in the middle.
     """
 

@@ -1,8 +1,9 @@
 """Tensor parallelism, applied to a decoder from outside (Shoeybi et al. 2019, Megatron-LM, section 3).
 
 Queries, keys, values, gate and up are cut by output (column parallel), the output projections by input (row parallel),
-so each half-block ends in a partial sum which the residual junction adds up over the ranks: one all-reduce a half-block
-and one for the embeddings. The vocabulary is cut too; logits are joined, so every rank chooses the same token.
+so each half-block ends in a partial sum which the residual junction adds up over the ranks: one all-reduce per
+half-block and one for the embeddings. The vocabulary is cut too; logits are joined, so every rank chooses the same
+token.
 
 A key-value group and its query heads stay together while there are at least as many groups as ranks; where there are
 fewer, several ranks hold a copy of a group's key-value head and share its queries. What does not divide is padded with
@@ -103,7 +104,7 @@ def even_range(total: int, rank: int, size: int) -> tuple[int, int, int]:
 
 
 def apply_tensor_parallel(model: Decoder, mesh: ParallelMesh) -> None:
-    """Cut a decoder on `meta` to this rank's part, noting in `model.shards` what each parameter is a part of.
+    """Cut a decoder on `meta` to this rank's part. `model.shards` then says which part each parameter is.
 
     ValueError for more ranks than heads.
     """

@@ -1,7 +1,7 @@
 """torchrun, but an error ends with the one line that the failing rank printed: `python -m pipeline_parallel.torchrun`
 takes what torchrun takes.
 
-torchrun itself adds thirty lines: a traceback of its own, in which no word is about the cause. The exit code is that of
+torchrun itself adds thirty lines: its own traceback, which does not name the cause. The exit code is that of
 the rank that failed first.
 """
 

@@ -87,9 +87,9 @@ class RankWatch:
 
     @contextmanager
     def on_abort(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Within the block, call `callback` if the run ends early: on an exception here, or on a failure elsewhere,
-        and then on the watch's thread, while the main thread is wherever it is. Never twice at a time. What it raises
-        is logged, so that it does not hide why the run ends."""
+        """Within the block, call `callback` if the run ends early: on an exception here, or on a failure elsewhere. In
+        the second case it runs on the watch's thread, at any point of the main thread. Two calls never overlap. What it
+        raises is logged, so that it does not hide why the run ends."""
         self._callbacks.append(callback)
         try:
             yield

@@ -51,7 +51,7 @@ class SelectionOptions:
         """Make `model` sparse; ValueError or FileNotFoundError names what is missing or does not fit."""
         selection = self.selection(seed=seed)
         stats = attach_selection(model, selection)
-        tell_rounding(model, [selection])
+        warn_of_rounding(model, [selection])
         return stats
 
 
@@ -107,7 +107,7 @@ def attach_each(model: Decoder, selections: Sequence[Selection]) -> None:
     for selection in selections:
         attach_selection(model, selection)
     remove_sparsity(model)
-    tell_rounding(model, selections)
+    warn_of_rounding(model, selections)
 
 
 def check_budget(path: Path | None, mlp_density: float | None, head_density: float | None) -> None:
@@ -125,7 +125,7 @@ def check_budget(path: Path | None, mlp_density: float | None, head_density: flo
             )
 
 
-def tell_rounding(model: Decoder, selections: Sequence[Selection]) -> None:
+def warn_of_rounding(model: Decoder, selections: Sequence[Selection]) -> None:
     """A warning, before anything is run, where so few groups of heads cannot be kept at the density asked for."""
     groups = [layer.attention.num_units for layer in model.config.layers]
     of_layers = " or ".join(map(str, sorted(set(groups))))

@@ -1,4 +1,4 @@
-"""Record what every layer's MLP and attention saw and did, through forward hooks on the decoder's named points.
+"""Record the inputs and activations of every layer's MLP and attention, through forward hooks on the decoder.
 
 Legend: B batch, T tokens, D hidden, F intermediate, N query heads, H head_dim.
 """
@@ -27,7 +27,7 @@ Units = Literal["mlp", "attention", "both"]
 
 
 class ActivationRecorder:
-    """Context manager: while open, each forward pass leaves its real tokens' rows in `rows`; `run` opens it itself.
+    """Context manager: while open, each forward pass puts its real tokens' rows into `rows`; `run` opens it itself.
 
     `rows[layer_idx]` maps `mlp_x`, `mlp_label`, `att_x`, `att_label` to arrays [real tokens of the batch, width],
     float16 (labels bool when a `label_definition` packs them), in row-major order of the batch. Values that float16

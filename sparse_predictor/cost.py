@@ -1,5 +1,5 @@
-"""What a sparse run really did, for its record: densities, calls by path, and the bytes a token reads as a share of the
-dense model's, which is what methods are compared at besides density."""
+"""What a sparse run achieved, for its record: densities, calls by path, and the bytes that a token reads, as a share of
+the dense model's. Methods are compared at equal density and at equal bytes."""
 
 from statistics import mean
 from typing import Any
@@ -47,9 +47,9 @@ def num_weights(config: ModelConfig, block: Block) -> float:
 
 
 def weights_by_density(config: ModelConfig, method: str, block: Block) -> float:
-    """Weights of a block whose reading is in proportion to its density, mean over layers: what a budget of bytes
-    divides. Of an MLP all but the matrices that are read whole (CATS: the gate); of chosen heads the queries' and the
-    output projection's."""
+    """The weights of a block that are read in proportion to its density, mean over layers; a budget of bytes divides
+    these. MLP: all but the matrices that are read whole (CATS: the gate). Chosen heads: the queries' and the output
+    projection's."""
     if is_thinning(method) and block == "attention":
         return float(num_weights(config, block))
     weights = mean(layer.of(block).num_unit_weights(config.hidden_size) for layer in config.layers)

@@ -14,7 +14,7 @@ from modules.sparsity import ActiveSet, UnitShard, num_kept
 class LabelDefinition:
     """`positive`: activation > 0 (ReLU). `top`: the `share` of neurons with the largest |a_j| * ||down_j||.
     `energy`: the smallest set of neurons holding `share` of the sum of (|a_j| * ||down_j||)^2. Heads have no exact
-    zeros: with `positive`, too, theirs are the top `share`.
+    zeros, so for heads `positive` means the top `share` as well.
     """
 
     kind: Literal["positive", "top", "energy"]

@@ -137,10 +137,10 @@ class Predictor(nn.Module):
 
 class PredictorStack(nn.Module):
     """The predictors of all layers of one kind of block, trained together as batched matrices: float32 parameters of L
-    predictors; `to_predictors` hands them out one by one.
+    predictors; `to_predictors` returns them one by one.
 
-    `standin_*` has one stand-in a density of `densities`, all trained; none if `standin_rank` is 0. Where a layer keeps
-    another share of its units than such a density says, its mean over layers, `layer_densities` has it.
+    `standin_*` has one stand-in per density of `densities`, all trained; none if `standin_rank` is 0. These densities
+    are means over layers; `layer_densities` has the share of each layer's units, where it differs.
     """
 
     def __init__(

@@ -46,10 +46,10 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to skip. Densities are shares of units kept, or of inputs where a method thins these out, uniform over
-    layers unless `density_budget` (a file, or what it says) has others; None: that which the predictors were trained
-    for, of a method that uses them, if they were for one, at its density. `mlp_density` is also attention's where its
-    inputs are thinned out; `head_density` is of methods that choose heads."""
+    """The method, and how much it is to compute. A density is a share of units kept, or of inputs where a method thins
+    these out. Densities are uniform over layers unless `density_budget` (a file, or its content) has others. With None,
+    a method with predictors uses the budget that they were trained for, if there was one and it has this density.
+    `mlp_density` also holds for attention where its inputs are thinned out; `head_density` is for chosen heads."""
 
     method: MethodName = "dense"
     predictors: Path | None = None
@@ -77,9 +77,9 @@ class Selection:
         return found
 
     def check(self) -> None:
-        """What can be told before a model is loaded, which may take minutes: ValueError or FileNotFoundError for a
-        method that is none, densities outside (0, 1], a budget that is none, and predictors that the method needs and
-        that are not there."""
+        """Check what needs no model, since loading one may take minutes. ValueError or FileNotFoundError for an unknown
+        method, densities outside (0, 1], a file that is no budget, and predictors that the method needs and that do not
+        exist."""
         check_method(self.method)
         budget = self.budget()
         self.densities(1 if budget is None else len(next(iter(budget.densities.values()))))
@@ -199,7 +199,7 @@ def apply_method(
 
 
 def set_threshold(selector: Selector, threshold: float) -> None:
-    """Let a selector of neurons choose by this threshold; ValueError if it has none."""
+    """Set the threshold of a selector of neurons; ValueError if it has none."""
     inner = innermost(selector)
     if not isinstance(inner, ThresholdSelector) or not inner.has_threshold:
         raise ValueError("density budget: it has thresholds, but these neurons are not chosen by one")
@@ -226,8 +226,8 @@ class SparsePhaseGate:
 
 
 def set_thinning(model: Decoder, thresholds: Mapping[str, Sequence[float]]) -> None:
-    """Let the inputs that are thinned out be so by these thresholds, by name of the matrix and layer; ValueError if
-    they are of other matrices."""
+    """Set the thresholds of thinned inputs, by name of the matrix and layer; ValueError if they are for other
+    matrices."""
     thinned = thinned_by_name(model)
     if set(thresholds) != set(thinned):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 The measure is that of refinement: mean KL(dense || sparse) of the next-token distributions (Hinton et al. 2015). Of one
 block alone it is measured by branches: the dense stream is carried on layer by layer, and at each block it branches
-off, once a density, through the sparse block and the dense rest. So a block near the end costs next to nothing.
+off, once per density, through the sparse block and the dense rest. So a block near the end costs next to nothing.
 
 A layer's bytes are divided over its matrices, where inputs are thinned out, by TEAL's greedy allocation
 (Liu et al. 2024, algorithm 1): all matrices begin dense; step by step the matrix gives up some of its inputs whose loss
@@ -58,8 +58,8 @@ def put(model: Decoder, place: Place, parts: Parts) -> None:
 def sparse_parts(
     model: Decoder, selection: Selection, densities: Mapping[Block, Sequence[float]]
 ) -> dict[Place, dict[float, Parts]]:
-    """What would stand in each block at each of its kind's densities. Leaves the model dense, but for the inputs that
-    it keeps for look-ahead."""
+    """The sparse parts of each block at each density of its kind. The model is dense afterwards, but still keeps inputs
+    for look-ahead."""
     num_layers, lookahead = model.config.num_hidden_layers, 0
     found: dict[Place, dict[float, Parts]] = {}
     for block, grid in densities.items():
@@ -156,8 +156,8 @@ def divergence_of(model: Decoder, attach: Callable[[], object], token_ids: Tenso
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyPath:
-    """What the matrices of one layer give up: `steps` names them in order, a GREEDY_STEP each; `sizes` are their
-    weights; `errors[i]` is the layer's relative error after so many steps."""
+    """TEAL's greedy path of one layer. `steps`: the matrix that each step thins out further, by GREEDY_STEP; `sizes`:
+    the weights of each matrix; `errors[i]`: the layer's relative error after i steps."""
 
     sizes: Mapping[str, int]
     steps: Sequence[str]

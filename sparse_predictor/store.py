@@ -180,7 +180,7 @@ def finished_predictors(
 
 
 def weights_sample(model: Decoder, reduce: Reduce = lambda found: found) -> list[float]:
-    """A few dozen weights spread over the MLPs: tells two models of one configuration apart, whatever their dtype.
+    """A few dozen weights spread over the MLPs, which distinguish two models of one configuration in any dtype.
 
     NaN for those that this rank does not hold; with `reduce`, which sums over ranks, there are none.
     """

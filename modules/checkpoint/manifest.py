@@ -1,4 +1,4 @@
-"""manifest.json of a converted folder: what it says of each file, and how a file is found to be another one.
+"""manifest.json of a converted folder: what it records of each file, and how a changed file is detected.
 
 Loading compares what costs nothing: the configuration, the small files, sizes, and each part's table of contents, which
 holds a CRC32 of every tensor. `--verify` and the converter read everything.
@@ -87,7 +87,7 @@ def replaced_dir(directory: Path) -> Path:
 
 
 def interrupted(directory: Path) -> str:
-    """For messages about a folder that is not there: whether a killed conversion is why, and what to do."""
+    """For messages about a missing folder: whether a killed conversion is the reason, and what to do."""
     left = replaced_dir(directory)
     return f" ({left} was left by an interrupted conversion: give its command again)" if left.is_dir() else ""
 

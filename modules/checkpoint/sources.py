@@ -81,7 +81,7 @@ def open_tensors(path: Path) -> Mapping[str, Any]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """ValueError for what git leaves in the place of a large file that was not fetched."""
+    """ValueError for a Git LFS pointer, which stands in the place of a large file that was not fetched."""
     with path.open("rb") as file:
         if file.read(len(POINTER)) == POINTER:
             raise ValueError(f"{path}: a git-lfs pointer, not the file itself; fetch it (git lfs pull)")

@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint folder: opened, built from a GGUF file, and checked when a model is converted.
 
-What is wrong with a tokenizer is told where it can be mended, at conversion: later it would be other token ids.
+A wrong tokenizer is an error at conversion, where it can be mended. Later it would silently give other token ids.
 """
 
 from __future__ import annotations

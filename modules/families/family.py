@@ -1,4 +1,4 @@
-"""What a family of models says of itself: how its `config.json` is read and written, and what its tensors are called.
+"""What defines a family of models: how its `config.json` is read and written, and what its tensors are called.
 
 A family is one file with one `Family`, listed in `registry`. A rule ties a module of the decoder to Hugging Face's name
 of it; another kind of rule (a tensor that holds several modules, say) is another class beside `Rename`.

@@ -37,7 +37,7 @@ class Tuning:
 
 
 def columns_of(hidden_size: int) -> int:
-    """Columns a program: 8 of each row a thread, so that sums over rows stay inside it."""
+    """Columns per program: 8 of each row per thread, so that sums over rows stay inside it."""
     power = min(1024, hidden_size & -hidden_size)
     return power if power >= 256 else min(1024, triton.next_power_of_2(hidden_size))
 

@@ -11,7 +11,7 @@ the table. A position >= S writes nothing. Sums are float32; the projection is r
 rotated, and so are cosines and sines, as where each of the steps is an operator of its own.
 
 Programs walk tiles of the three matrices, the next on its way while they compute one. A tile is some pairs of rows
-(i, i + H / 2) of one head, which is what a rotation needs, and is read whole, 16 bytes a thread. Those of keys and
+(i, i + H / 2) of one head, which is what a rotation needs, and is read whole, 16 bytes per thread. Those of keys and
 values are needed whatever is selected and come first; queries follow, only those of groups which any row has active.
 Numbered without the others: programs that take every such tile share evenly what is left, and what is skipped is not
 read.

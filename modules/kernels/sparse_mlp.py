@@ -12,7 +12,7 @@ section 4.3 gathers the rows of active neurons in two kernels; here one program 
 what it writes, so that nothing goes through memory in between.
 
 A program walks the list of active neurons in strides, the rows of its next neurons on their way while it computes; each
-row is read whole, 16 bytes a thread. Sums are float32. Programs add up their parts with float32 atomics, in no fixed
+row is read whole, 16 bytes per thread. Sums are float32. Programs add up their parts with float32 atomics, in no fixed
 order; under `torch.use_deterministic_algorithms(True)` each writes its part to memory of its own and these are summed
 in order (for equal bits the list must have a fixed order, too). Several rows share the list of the union of their sets:
 each weight is read once, and a row takes no part in neurons that are not its own.

@@ -270,7 +270,7 @@ def thinned_rows(
         counters += num_kept
         return result if output is None else output.add_(result)
     num_matrices, num_inputs, width = weight.shape
-    block = min(triton.next_power_of_2(width), tuning.num_warps * 32 * 8)  # 16 bytes a thread, in half precision
+    block = min(triton.next_power_of_2(width), tuning.num_warps * 32 * 8)  # 16 bytes per thread, in half precision
     column_blocks = triton.cdiv(width, block)
     jobs = num_matrices * column_blocks
     slices = max(1, num_multiprocessors(weight.device) * tuning.programs_per_sm // jobs)

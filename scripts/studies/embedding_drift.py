@@ -18,7 +18,7 @@ sums in float64: mean = sum(x) / n, variance = sum(x^2) / n - mean^2. A channel 
 `standardised`. The massive channels are the 1 % (at least one) with the largest share of sum(x^2), as a mean over
 states.
 
-What is kept does not grow with the text: sums a group of rows (a window or document) and pair of layers. Groups are
+What is kept does not grow with the text: sums per group of rows (a window or document) and pair of layers. Groups are
 what the bootstrap draws for the 95 % intervals (`data.bootstrap`).
 
 CKA is streamed in minibatches of ordinary tokens (first ones would decide it), in the variants above but `centred`,

@@ -1,4 +1,4 @@
-"""The selection methods, one file each: who decides which neurons, heads or inputs of matrices a token computes.
+"""The selection methods, one file each: they choose the neurons, heads or inputs of matrices that a token computes.
 
 To add a method, write one file here that defines `METHOD` (or `METHODS`, several that share code), and its test.
 Flags, checks before a model is loaded, calibration, budgets, shares of bytes, records, tables and plots find methods

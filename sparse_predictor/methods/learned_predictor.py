@@ -137,7 +137,7 @@ def trained_densities(predictors: Path, density: float) -> list[float] | None:
 
 
 def make(setting: Setting) -> Callable[[int, Block], Selector]:
-    """Reads the files of the layers that are here, and tells where a density was not calibrated."""
+    """Reads the files of the layers that are here, and warns where a density was not calibrated."""
     model, densities = setting.model, setting.densities
     assert setting.predictors is not None
     predictors, manifest = load_predictors(setting.predictors, model)

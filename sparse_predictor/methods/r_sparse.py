@@ -1,4 +1,4 @@
-"""R-Sparse, one ratio for all matrices: large entries meet the weights, the others a low-rank copy."""
+"""R-Sparse, one ratio for all matrices: large entries are multiplied with the weights, others with a low-rank copy."""
 
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ _FACTORS: WeakKeyDictionary[Linear, dict[int, tuple[list[int], Tensor, Tensor]]]
 
 
 class RankAwareInput(ThinnedInput):
-    """x W = (x * mask) W + (x * ~mask) U V: large entries meet the weights, the others a copy of rank R, U [in, R] and
+    """x W = (x * mask) W + (x * ~mask) U V: large entries use the weights, the others a copy of rank R, U [in, R] and
     V [R, out]. An entry counts by |x_i| * ||W[:, i]||, as in the authors' code."""
 
     def __init__(self, projection: Linear, threshold: float, input_norms: Tensor, density: float, rank: int) -> None:
@@ -59,7 +59,7 @@ def low_rank_factors(projection: Linear, rank: int) -> tuple[Tensor, Tensor]:
 
 def r_sparse(setting: Setting, sparse_ratio: float = SPARSE_RATIO) -> Thin:
     """R-Sparse (Zhang et al. 2025, Rank-Aware Activation Sparsity, section 3): at density d, a share ratio * d of the
-    entries of each input meet the exact weights, by one threshold per layer and matrix (a quantile of calibration
+    entries of each input use the exact weights, by one threshold per layer and matrix (a quantile of calibration
     text); the others a low-rank copy that takes the rest of the bytes, (1 - ratio) * d of the matrix.
 
     Differs: `sparse_ratio` is the same for all matrices, hence the name r-sparse-uniform: 0.95, which the paper found
