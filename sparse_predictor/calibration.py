@@ -113,8 +113,8 @@ class LayerCalibration:
         """A statistic that a method cannot do without."""
         if name not in self.statistics:
             raise ValueError(
-                f"method {method} needs {name}, which these predictors were calibrated without; "
-                "train again on a store that has those activations"
+                f"method {method} needs {name}, which these predictors were calibrated without (by an older version, "
+                "or on a store without those activations); train into another --output-dir"
             )
         return self.statistics[name]
 
