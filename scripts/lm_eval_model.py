@@ -1,7 +1,7 @@
 """Our engine as a model of lm-eval 0.4.13, registered as `dejavu-lab`: tokens and scores are ours, prompts and metrics
 lm-eval's.
 
-All ranks hold the same requests, and all of them know all answers in the end. lm-eval is told of one process
+All ranks hold the same requests, and all of them have all answers in the end. lm-eval sees one process
 (rank 0 of 1), since it would else split the requests a second time.
 """
 
@@ -54,7 +54,7 @@ def parse_batch_size(value: str | int) -> int | None:
 
 
 def usable_device(device: str) -> str:
-    """lm-eval hands over `cuda:0` where nothing was asked for, on a machine without a GPU too."""
+    """lm-eval passes `cuda:0` where no device was given, on a machine without a GPU too."""
     if device.startswith("cuda") and torch.cuda.device_count() == 0:
         logger.info(f"device {device}: this machine has no GPU, so the CPU is taken")
         return "cpu"
@@ -112,7 +112,7 @@ def _window(context: Sequence[int], rest: Sequence[int], longest: int) -> Window
 
 @register_model(NAME)
 class EngineLM(TemplateLM):
-    """A loaded model, dense or sparse, as lm-eval's tasks ask it; whatever they ask, `answerer` answers."""
+    """A loaded model, dense or sparse, with the interface of lm-eval's tasks; `answerer` computes the answers."""
 
     def __init__(self, answerer: Answerer, *, seed: int = 0) -> None:
         super().__init__()

@@ -227,7 +227,7 @@ Answers = dict[str, list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRun:
-    """One run of a task: what its records say of it, and `begin`, by which the model is made ready to be asked."""
+    """One run of a task: its labels and sources for records, and `begin`, which prepares the model for it."""
 
     labels: Mapping[str, Any]
     sources: Mapping[str, str | None]

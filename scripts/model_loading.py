@@ -63,7 +63,7 @@ def idle_threads(threads: int, cores: int, busy: float) -> int:
 
 
 def busy_cores() -> float:
-    """Threads of others that are running or want to, over a tenth of a second; 0 where the system does not say."""
+    """Threads of other processes that run or wait for a core, over a tenth of a second; 0 where that is unknown."""
     seen = []
     for _ in range(NUM_SAMPLES):
         try:

@@ -240,7 +240,7 @@ def check_options(options: Options) -> None:
 
 
 def are_whole(directory: Path, model: Decoder) -> bool:
-    """Whether finished predictors can be used as they are; what is wrong is told, and they are trained again."""
+    """Whether finished predictors can be used as they are. If not, a warning says why, and they are trained again."""
     try:
         _, manifest = load_predictors(directory, model)
         load_calibration(directory, manifest.sums)

@@ -1,8 +1,8 @@
 """Checks and times all-reduce + add + norm at one size, every method on the same numbers.
 
-Every method begins with the partial sums where a block leaves them. For a few rows, which kernels add up, that is
-ordinary memory, and what brings them into memory that peers reach is timed, too; beyond those, a matrix product leaves
-them wherever it is told to. Its result is compared with the equation in float32, and between ranks, before any is
+Every method begins with the partial sums where a block writes them. For a few rows, which kernels add up, that is
+ordinary memory, and the copy into memory that peers can read is timed, too; for more rows, a matrix product writes them
+into any memory. Its result is compared with the equation in float32, and between ranks, before any is
 timed.
 """
 
