@@ -15,43 +15,44 @@ for source in modules pipeline_parallel sparse_predictor data analysis scripts c
     if [ -e "$source" ]; then sources+=("$source"); fi
 done
 
-# Three parts run side by side, one of which starts up to four ranks: more threads each would only wait for each other.
+# Four parts run side by side, one of which starts up to four ranks: more threads each would only wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "==> ruff format --check"
 $python -m ruff format --check "${sources[@]}" tests
 echo "==> ruff check"
 $python -m ruff check "${sources[@]}" tests
-# Side by side even on two cores: ranks mostly wait for each other. Triton reads TRITON_INTERPRET when it is imported, and
-# then compiles nothing: hence a process of its own.
+# Side by side even on two cores: ranks wait for each other, and what is written waits for the disk. Triton reads
+# TRITON_INTERPRET when it is imported, and then compiles nothing: hence a process of its own.
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
+run_pytest() {
+    echo "==> pytest $*"
+    $python -m pytest "$@"
+}
 ranks() {
     local failed=0
-    echo "==> pytest tests/pipeline_parallel"
-    $python -m pytest tests/pipeline_parallel || failed=1
-    echo "==> pytest tests/kernels_interpreter, under Triton's interpreter"
-    TRITON_INTERPRET=1 $python -m pytest tests/kernels_interpreter || failed=1
+    run_pytest tests/pipeline_parallel || failed=1
+    TRITON_INTERPRET=1 run_pytest tests/kernels_interpreter || failed=1
     return "$failed"
 }
-stages() {
+stages() { run_pytest tests/scripts; }
+models() { run_pytest tests/modules tests/sparse_predictor; }
+rest() {
     local failed=0
-    echo "==> pytest tests/scripts"
-    $python -m pytest tests/scripts || failed=1
     echo "==> mypy ${sources[*]}"
     $python -m mypy "${sources[@]}" || failed=1
+    run_pytest tests --ignore tests/pipeline_parallel --ignore tests/scripts --ignore tests/modules \
+        --ignore tests/sparse_predictor || failed=1
     return "$failed"
 }
-rest() {
-    echo "==> pytest tests, without tests/pipeline_parallel and tests/scripts"
-    $python -m pytest tests --ignore tests/pipeline_parallel --ignore tests/scripts
-}
-ranks >"$logs/ranks" 2>&1 &
-pids=("$!")
-stages >"$logs/stages" 2>&1 &
-pids+=("$!")
+pids=()
+for part in ranks stages models; do
+    "$part" >"$logs/$part" 2>&1 &
+    pids+=("$!")
+done
 failed=0  # a part that fails must not hide what the others say
 rest || failed=1
 for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
-cat "$logs/ranks" "$logs/stages"
+cat "$logs"/*
 exit "$failed"
