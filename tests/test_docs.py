@@ -45,7 +45,7 @@ def test_commands_name_modules_files_and_flags_that_exist(page: Path) -> None:
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
     for name in re.findall(
-        r"\b(?:scripts|modules|analysis|data|sparse_predictor|pipeline_parallel)/[\w./]+\.(?:sh|py|ipynb|jsonl)", text
+        r"\b(?:tests/)?(?:scripts|modules|analysis|data|sparse_predictor|pipeline_parallel)/[\w./]+\.(?:sh|py|ipynb|jsonl)", text
     ):
         assert "NAME" in name or (ROOT / name).is_file(), name
     sources = "".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
