@@ -44,9 +44,8 @@ def test_commands_name_modules_files_and_flags_that_exist(page: Path) -> None:
     for module in re.findall(r"\bscripts\.[a-z_.]+[a-z_]", text):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
-    for name in re.findall(
-        r"\b(?:tests/)?(?:scripts|modules|analysis|data|sparse_predictor|pipeline_parallel)/[\w./]+\.(?:sh|py|ipynb|jsonl)", text
-    ):
+    folders = "scripts|modules|analysis|data|sparse_predictor|pipeline_parallel"
+    for name in re.findall(rf"\b(?:tests/)?(?:{folders})/[\w./]+\.(?:sh|py|ipynb|jsonl)", text):
         assert "NAME" in name or (ROOT / name).is_file(), name
     sources = "".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
     shell = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.sh"))
