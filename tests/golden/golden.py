@@ -46,7 +46,11 @@ from tests.modules.tiny_kinds import KINDS, LLAMA, LLAMA3_SCALING, OPT
 from tests.modules.tiny_models import save_hf_folder
 
 SECTIONS = ("checkpoints", "stores", "predictors", "budgets", "answers", "records", "ranks", "study", "tasks", "older")
-METHODS = ("predictor", "oracle", "static", "random", "cats", "teal", "teal-all", "wina-unrotated", "griffin")
+METHODS = (
+    "predictor", "oracle", "static", "random", "cats", "m-countdown", "teal", "teal-all", "wina-unrotated",
+    "r-sparse-uniform", "griffin",
+)  # fmt: skip
+NEED_A_GATE = ("cats", "m-countdown")
 MIXED = LLAMA | {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 MIXED |= {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}
 # Those that go through all stages; the others are converted and answer, dense.
@@ -303,7 +307,7 @@ class Freezing:
 
     def _records(self) -> None:
         for kind in MODELS:
-            methods = " ".join(one for one in METHODS if one != "cats" or kind.startswith("llama"))  # needs a gate
+            methods = " ".join(one for one in METHODS if one not in NEED_A_GATE or kind.startswith("llama"))
             sparse = f"--method dense {methods} --predictors predictors"
             self._evaluate(kind, "float32", f"{sparse} --mlp-density 0.5 0.3")
         sparse = f"--method dense {' '.join(METHODS)} --predictors predictors"
