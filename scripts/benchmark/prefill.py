@@ -20,7 +20,6 @@ from loguru import logger
 from torch import Tensor
 
 from analysis.results import Record
-from modules.decoder import Decoder
 from modules.families.registry import from_hf_config
 from pipeline_parallel.all_reduce_choice import SplitPoint, write_split_points
 from pipeline_parallel.engine import parallelise
@@ -38,9 +37,10 @@ from scripts.model_loading import resolve_device
 COUNTS = tuple(1024 * 2**power for power in range(5))
 PROGRAMS = (0, 8, 16, 32, 64, 128)  # 0: the copy engines
 OFFSETS = (-512, -256, 0, 256, 512)
-# ||split - apart|| / ||apart|| of all hidden states, where the halves of `apart` ran one after the other over a cache:
-# the same products of the same shapes. A whole pass takes others, and random weights make 0.025 to 0.033 of that
-# rounding (Llama-3.1-8B in bfloat16 on two H200): no bound on it would tell a half that misses keys.
+# ||split - apart|| / ||apart|| of all hidden states, where the halves of `apart` ran one after the other over a cache,
+# by the junctions that they have in a split pass: the same products and sums. A whole pass has others, which round
+# apart: random weights make 0.025 to 0.037 of it (Llama-3.1-8B in bfloat16 on two H200), and a bound on that would not
+# tell a half that misses keys.
 MAX_DIFFERENCE = 0.02
 
 
@@ -80,7 +80,7 @@ def tune_splits(options: EngineOptions) -> list[SplitPoint]:
             )
             return timing.median_ms
 
-        problem = problem_of(run(even_split(num_tokens)), in_two_passes(model, ids))
+        problem = problem_of(run(even_split(num_tokens)), in_two_passes(driver, ids))
         if any(problems := mesh.gather(problem)):
             raise ValueError(f"{num_tokens} tokens: {next(filter(None, problems))}; nothing is timed")
         whole_ms = time(None)
@@ -98,13 +98,19 @@ def tune_splits(options: EngineOptions) -> list[SplitPoint]:
     return points
 
 
-def in_two_passes(model: Decoder, ids: Tensor) -> Tensor:
+def in_two_passes(driver: Overlap, ids: Tensor) -> Tensor:
     """States [1, T, D] of the halves of an even split, the second after the first."""
-    model.prefill_driver = None
-    first = first_half(ids.shape[0], ids.shape[1], offset=0)
+    model, (batch, tokens) = driver.model, ids.shape
+    first, own = first_half(batch, tokens, 0), model.add_norm
+    model.prefill_driver, cache, states = None, model.new_cache(batch, tokens), list[Tensor]()
     with torch.inference_mode():
-        cache = model.new_cache(*ids.shape)
-        return torch.cat([model(half, cache=cache).clone() for half in (ids[:, :first], ids[:, first:])], dim=1)
+        for junction, half in zip(driver.junctions, (ids[:, :first], ids[:, first:]), strict=True):
+            if isinstance(junction, FusedAddNorm):
+                junction = replace(junction, max_programs=DEFAULT_PROGRAMS)
+            model.add_norm = junction
+            states.append(model(half, cache=cache).clone())
+    model.add_norm = own
+    return torch.cat(states, dim=1)
 
 
 def problem_of(split: Tensor, apart: Tensor) -> str | None:

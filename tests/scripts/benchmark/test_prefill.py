@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from modules.normalization import add_norm
 from pipeline_parallel.all_reduce_choice import SplitPoint, read_split_points, write_split_points
 from pipeline_parallel.overlap import Overlap, split_prefills
 from scripts.benchmark.prefill import (
@@ -62,11 +63,13 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 def test_split_states_are_those_of_the_halves_one_after_the_other() -> None:
     model = tiny_decoder(LLAMA | {"max_position_embeddings": 1024})
     ids = torch.randint(0, model.config.vocab_size, (1, 1024))
-    apart = in_two_passes(model, ids)
     split_prefills(model, 1, ())
+    driver = model.prefill_driver
+    assert isinstance(driver, Overlap)
     with torch.inference_mode():
         split = model(ids)
-    assert isinstance(model.prefill_driver, Overlap) and model.prefill_driver.num_split == 1
+    apart = in_two_passes(driver, ids)
+    assert driver.num_split == 1 and model.add_norm is add_norm
     assert problem_of(split, apart) is None
     wrong = apart.clone()
     wrong[:, 900:] = apart.roll(1, 1)[:, 900:]
