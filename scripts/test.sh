@@ -36,8 +36,8 @@ ranks() {
     TRITON_INTERPRET=1 run_pytest tests/kernels_interpreter || failed=1
     return "$failed"
 }
-stages() { run_pytest tests/scripts; }
-models() { run_pytest tests/modules tests/sparse_predictor; }
+stages() { run_pytest tests/scripts --ignore tests/scripts/studies; }
+models() { run_pytest tests/modules tests/sparse_predictor tests/scripts/studies; }
 rest() {
     local failed=0
     echo "==> mypy ${sources[*]}"
