@@ -1,6 +1,7 @@
 """What a selection method is, and where methods are found. How to add one: the docstring of this folder."""
 
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -135,16 +136,16 @@ class InputMethod(Method):
         return len(matrices_of(config, self.blocks))
 
 
-class ThresholdSelector:
+class ThresholdSelector(ABC):
     """Keeps the units whose score reaches one threshold per layer. A subclass says what the score is."""
 
     lookahead = 0
     threshold: float
     has_threshold = True  # False: this one chooses otherwise
 
+    @abstractmethod
     def thresholded(self, hidden_states: Tensor, context: SelectionContext) -> Tensor:
         """What the threshold is compared with: a score per unit that is here, [B, T, D] -> [B * T, U]."""
-        raise NotImplementedError
 
     def select(self, hidden_states: Tensor, context: SelectionContext) -> ActiveSet | None:
         """See `Selector`."""
